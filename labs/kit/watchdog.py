@@ -115,7 +115,7 @@ def where(frame):
         return None, call
     place = place_of(frame.f_code.co_filename, frame.f_lineno)
     if call is None and ".wait(" in place.text:
-        call = Call("wait")  # the Work of an isend or irecv: no Python frame inside
+        call = Call("work.wait()")  # the Work of an isend or irecv: no Python frame inside
     return place, call
 
 
@@ -186,7 +186,7 @@ def deadlock(statuses, since_change):
         for rank, status in enumerate(statuses)
     ]
     first, why = _explain(statuses, stuck)
-    title = f"deadlock: nothing has moved for {PATIENCE:.0f} s."
+    title = f"nothing has moved for {PATIENCE:.0f} s."
     text = "\n".join([title, *rows, why])
     return Failure(first, "deadlock", text, statuses[first].place)
 
@@ -233,7 +233,7 @@ def _absentees(statuses, stuck, together):
         for other, status in enumerate(statuses)
         if other not in stuck or status.call.name != call.name
     ]
-    if call.name == "wait":
+    if call.name == "work.wait()":
         return rank, f"rank {rank} waits for a message that no rank sends or takes."
     if not absent:
         return rank, f"all ranks are in {call.name}, but not in the same one."

@@ -119,8 +119,8 @@ class _Rank:
         self.out, self._out = context.Pipe(duplex=False)
         self.err, self._err = context.Pipe(duplex=False)
         self.status, self.failure, self.result = Status(), None, None
-        self.text = {"out": b"", "err": b""}
-        self.dropped = 0
+        self.text = {"out": b"", "err": b"", "crash": b""}
+        self.printed = 0
 
     def start(self, context, plan, meeting, packed, environment):
         theirs = self._control, self._out, self._err
@@ -142,6 +142,11 @@ class _Rank:
                     break
                 self.text[name] += data
                 ready = [other for other in ready if other is not pipe]
+        # A crash in C ends with a dump of all threads: it is read, not printed.
+        err, start, dump = self.text["err"].partition(b"Fatal Python error")
+        if start or self.text["crash"]:
+            self.text["err"] = err if start else b""
+            self.text["crash"] += dump or err
         while not self.control.closed and self.control.poll():
             try:
                 self._hear(*self.control.recv())
@@ -149,11 +154,11 @@ class _Rank:
                 self.control.close()
 
     def _hear(self, kind, payload):
-        if kind == "status":
+        if kind == "status" and self.result is None:
             self.status = payload
         elif kind == "returned":
             self.result, self.status = payload, Status(returned=True)
-        elif self.failure is None:
+        elif kind == "failed" and self.failure is None:
             self.failure = payload
 
     def check(self):
@@ -165,9 +170,8 @@ class _Rank:
 
     def _gone(self):
         code = self.process.exitcode
-        crash = self.text["err"].decode(errors="replace")
-        place = rank.where_is(crash) or self.status.place
-        self.text["err"] = self.text["err"].split(b"Fatal Python error")[0]
+        dump = self.text["crash"].decode(errors="replace")
+        place = rank.where_is(dump) or self.status.place
         text = watchdog.exit_in_words(code)
         return Failure(self.number, "killed", text, place, time.time())
 
@@ -304,8 +308,8 @@ def _print_lines(one, last):
             done, newline, rest = one.text[name], b"\n", b""
         one.text[name] = rest
         for line in done.decode(errors="replace").split("\n") if newline else ():
-            one.dropped += len(line)
-            if one.dropped > _MAX_OUTPUT:
+            one.printed += len(line)
+            if one.printed > _MAX_OUTPUT:
                 continue
             shown = line.rstrip("\r").rpartition("\r")[2]  # the last state of a bar
             print(f"[rank {one.number}] {shown}", file=stream)
