@@ -184,7 +184,7 @@ def draw(*timelines, titles=None, width=WIDTH, shade_bubble=True):
 class _Chart:
     """A sheet measured in points; y grows downwards, and the sheet with it."""
 
-    LEFT, RIGHT, ROW, LANE, GAP = 46, 12, 17, 5, 4
+    LEFT, RIGHT, ROW, LANE, GAP = 46, 12, 17, 5, 5
 
     def __init__(self, timelines, width, shade):
         self.timelines, self.shade, self.width, self.y = timelines, shade, 72 * width, 0

@@ -12,6 +12,7 @@ rounds up or caches is not in it.
 
 from weakref import WeakValueDictionary
 
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
@@ -51,6 +52,24 @@ class Meter(saved_tensors_hooks):
         if key not in self._held:
             raise ValueError(f"nothing is held under {key!r}: hold it before drop.")
         del self._held[key]
+
+    def watch(self, stage):
+        """Count what a stage keeps in `stage.live` between its forward and backward."""
+        forward, backward = stage.forward, stage.backward
+
+        def hold(microbatch, *args):
+            output = forward(microbatch, *args)
+            kept = [t for t in stage.live[microbatch] if isinstance(t, Tensor)]
+            self.hold(microbatch, *kept)
+            return output
+
+        def drop(microbatch, *args):
+            gradient = backward(microbatch, *args)
+            self.drop(microbatch)
+            return gradient
+
+        stage.forward, stage.backward = hold, drop
+        return stage
 
     def reset_peak(self):
         """Let `peak` start again from what is kept now."""

@@ -118,15 +118,17 @@ class Timeline:
         return sum(_busy(self.ops(rank)) for rank in ranks)
 
     def bubble(self):
-        """The fraction of the ranks' time without compute, 0 to 1."""
-        if self.makespan == 0:
-            return 0.0
-        return 1 - self.compute() / (self.n_ranks * self.makespan)
+        """The fraction of all ranks' time without compute, 0 to 1.
+
+        1 - compute / (n_ranks * makespan); 0 for an empty timeline.
+        """
+        idle = [self.idle(rank) for rank in range(self.n_ranks)]
+        return sum(idle) / len(idle) if idle else 0.0
 
     def idle(self, rank):
         """The fraction of one rank's time without compute, 0 to 1."""
-        compute = self.compute(rank)
-        return 1 - compute / self.makespan if self.makespan else 0.0
+        idle = sum(end - start for start, end in self.gaps(rank))
+        return idle / self.makespan if self.makespan else 0.0
 
     def ops(self, rank):
         """The compute spans of a rank, in order."""

@@ -1,0 +1,16 @@
+"""Make the plain commands safe, such as `pytest -n 2 --nbval-lax labs/gpipe.ipynb`."""
+
+import os
+
+# Cells with a slider show their fixed figure, as in the stored notebooks.
+os.environ.setdefault("LABS_STATIC", "1")
+
+
+def pytest_configure(config):
+    options = config.option
+    # Cells of one notebook belong to one worker: they share a kernel.
+    if getattr(options, "dist", "no") == "load":
+        options.dist = "loadscope"
+    # nbval waits 2000 s for a cell unless told otherwise.
+    if getattr(options, "nbval_cell_timeout", 0) == 2000:
+        options.nbval_cell_timeout = 120
