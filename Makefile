@@ -19,10 +19,8 @@ help:
 # Needs jupyter-book<2 (requirements.txt).
 book: .venv/installed
 	@$(BIN)/jupyter-book build . -q -W -n
-	@echo "Open file://$(CURDIR)/_build/html/index.html"
 
 test: .venv/installed
-	$(BIN)/ruff check .
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lab: .venv/installed

@@ -32,7 +32,7 @@ def gpipe(n_stages, n_microbatches):
     """
     forwards = [Op("F", i) for i in range(n_microbatches)]
     backwards = [Op("B", i) for i in reversed(range(n_microbatches))]
-    return [forwards + backwards for _ in range(n_stages)]
+    return [forwards + backwards] * n_stages
 
 
 SCHEDULES = {"gpipe": gpipe}
@@ -98,7 +98,7 @@ def run(order, stage, inputs):
             gradient = stage.backward(i, gradient)
             if rank > 0:
                 messages.isend(gradient, rank - 1, tag=i)
-    messages.finish()
+    messages.finish()  # all sends have been taken
     return losses
 
 
@@ -114,8 +114,8 @@ def idle_fraction(timeline, stage):
 
 
 def memory(inside, boundary, recompute=False):
-    """Peak bytes of activations, from those that each microbatch's forward keeps (inside)
-    and of its input (boundary): O(N); with recompute O(N + L/K N/M) (section 2.3)."""
+    """Peak bytes of activations, from what each microbatch's forward keeps (inside) and
+    its input (boundary): O(N); with recompute O(N + L/K N/M) (section 2.3)."""
     if not recompute:
         return sum(inside)
     return max(sum(boundary[:i]) + inside[i] for i in range(len(inside)))
@@ -192,11 +192,7 @@ def measure(config, clock):
     return report
 
 
-def main(argv=None):
-    lab.main("gpipe", __doc__, Config, measure, argv)
-
-
 if __name__ == "__main__":
     from labs import gpipe  # ranks import it by this name
 
-    gpipe.main()
+    lab.main("gpipe", __doc__, gpipe.Config, gpipe.measure)

@@ -1,6 +1,8 @@
 """The house keeps its rooms: which files there are, who imports whom, how long."""
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -141,6 +143,12 @@ def test_heavy_libraries_stay_in_their_room(path):
 
 
 # ---- size and words ------------------------------------------------------------------
+
+
+def test_ruff_is_content():
+    command = [sys.executable, "-m", "ruff", "check", "--quiet", "."]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=str)
