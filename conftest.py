@@ -13,4 +13,4 @@ def pytest_configure(config):
         options.dist = "loadscope"
     # nbval waits 2000 s for a cell unless told otherwise.
     if getattr(options, "nbval_cell_timeout", 0) == 2000:
-        options.nbval_cell_timeout = 120
+        options.nbval_cell_timeout = 300

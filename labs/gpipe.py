@@ -42,8 +42,7 @@ class Stage:
     """A stage of the model, and what it keeps of each microbatch until its backward.
 
     loss: on the last stage, a function (outputs, microbatch) -> this microbatch's share
-    of the batch's loss. recompute: keep only the input and run the forward again later.
-    """
+    of the batch's loss. recompute: keep only the input, and run the forward again."""
 
     def __init__(self, module, loss=None, recompute=False):
         self.module, self.loss, self.recompute = module, loss, recompute
@@ -55,16 +54,16 @@ class Stage:
         random = rng.state(x.device) if self.recompute else None
         with torch.set_grad_enabled(not self.recompute):
             y = self._compute(microbatch, x)
-        self.live[microbatch] = x, random if self.recompute else y
+        self.live[microbatch] = x, random or y
         return y.detach()
 
     def backward(self, microbatch, gradient=None):
         """Add to the weights' gradients; return the gradient of the stage's input."""
-        x, y = self.live.pop(microbatch)
+        x, kept = self.live.pop(microbatch)
         if self.recompute:
-            with rng.again(y):  # the same dropout as in the first forward
-                y = self._compute(microbatch, x)
-        return backward(x, y, gradient)
+            with rng.again(kept):  # the same dropout as in the first forward
+                kept = self._compute(microbatch, x)
+        return backward(x, kept, gradient)
 
     def _compute(self, microbatch, x):
         y = self.module(x)
@@ -77,7 +76,8 @@ def backward(x, y, gradient=None):
     gradient: what the next stage sent; None on the last stage, whose y is the loss.
     Weights' gradients add up in `.grad`. Returns that of x (None for tokens).
     """
-    torch.autograd.backward(y, gradient)
+    if y.requires_grad:  # else there is nothing to train up to here
+        torch.autograd.backward(y, gradient)
     return x.grad
 
 
@@ -122,10 +122,8 @@ def memory(inside, boundary, recompute=False):
 
 
 def traffic(boundary):
-    """Bytes that each stage sends per step: activations on, gradients back.
-
-    boundary: bytes of the whole batch's input of each stage.
-    """
+    """Bytes that each stage sends per step, activations on and gradients back, from
+    the bytes of each stage's input (boundary), of the whole batch."""
     inner = [0, *boundary[1:], 0]
     return [back + on for back, on in zip(inner, inner[1:])]
 
@@ -134,27 +132,30 @@ def traffic(boundary):
 class Config(training.Config):
     """One run of GPipe."""
 
-    n_stages: Annotated[int, "stages, one per rank"] = 4
-    n_microbatches: Annotated[int, "pieces of the batch"] = 8
-    partition: Annotated[str, "even (layers) or cost (counted FLOPs)"] = "even"
-    recompute: Annotated[bool, "keep inputs only, run forward again"] = False
-    schedule: Annotated[str, "which order of operations"] = "gpipe"
+    n_stages: Annotated[int, "stages, one per rank; more make a larger bubble"] = 4
+    n_microbatches: Annotated[int, "pieces of the batch; more make it smaller"] = 8
+    partition: Annotated[str, "even (layers) or cost (their FLOPs)"] = "even"
+    recompute: Annotated[bool, "keep inputs only, and run forwards again"] = False
+    schedule: Annotated[str, "the order of operations"] = "gpipe"
 
     def check(self):
+        super().check()
         lab.choose("schedule", self.schedule, SCHEDULES)
         lab.choose("partition", self.partition, ("even", "cost"))
         split.even(self.batch, self.n_microbatches, "samples", "microbatches")
-        sample, _ = toy.batch(self.model, 2)
-        split.check(toy.build(self.model), self.sizes(), sample)
+        split.check(self.build(), self.sizes(), self.data(0)[0][:2])
 
     def n_ranks(self):
         return self.n_stages
+
+    def costs(self):
+        return {"F": 1.0, "B": 3.0 if self.recompute else 2.0}
 
     def sizes(self):
         """Layers per stage."""
         if self.partition == "cost":
             return split.by_cost(toy.layer_costs(self.model, 1), self.n_stages)
-        return split.even(toy.n_layers(self.model), self.n_stages)
+        return split.even(len(self.build()), self.n_stages)
 
     def order(self):
         return SCHEDULES[self.schedule](self.n_stages, self.n_microbatches)
@@ -164,7 +165,7 @@ class Config(training.Config):
 
     def worker(self, rank):
         layers = split.ranges(self.sizes())[rank]
-        return Stage(toy.build(self.model, layers=layers), recompute=self.recompute)
+        return Stage(self.build(layers), recompute=self.recompute)
 
     def step(self, stage, rank, inputs, targets):
         parts, valid = self.cut(targets), toy.n_valid(targets)
@@ -174,9 +175,9 @@ class Config(training.Config):
         return float(sum(losses)) if losses else None
 
 
-def measure(config, clock):
+def measure(config, clock, progress=False):
     """Train on ranks; return a training.Report with prediction and ledger."""
-    report = training.train(config, clock)
+    report = training.train(config, clock, progress)
     d, m, timeline = config.n_stages, config.n_microbatches, report.timeline
     report.predicted = training.predict(config.order(), timeline)
     inside, boundary = split.weigh(config)

@@ -66,6 +66,14 @@ def test_text_batch_is_bytes_and_the_bytes_that_follow():
     assert b" the " in bytes(batch("text", 100)[0].flatten().tolist())
 
 
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    data, (images, labels) = load_digits(), toy._digits()
+    assert torch.equal(images, torch.tensor(data.images / 8 - 1).float()[:, None])
+    assert labels.dtype == torch.int64 and labels.tolist() == data.target.tolist()
+
+
 def test_digits_batch():
     inputs, targets = batch("digits", 50)
     assert inputs.shape == (50, 1, 8, 8) and inputs.dtype == torch.float32

@@ -61,32 +61,30 @@ def serve_mathjax(app, exception):
     shutil.copy(source / "tex-mml-chtml.js", target)
 
 
-def finish_pages(app, exception):
-    """Mend what the theme writes into every page.
+MENDS = [
+    # Icons come from a font: drop the icon script (1.5 MB), and the fonts' preloading,
+    # which a browser refuses for pages opened from disk.
+    (r"<script[^>]*fontawesome\.js[^>]*></script>", ""),
+    (r'<link rel="preload" as="font"[^>]*>', ""),
+    # Screen readers: a landmark for the logo, names for folds and search, a real list.
+    (
+        r'(class="sidebar-primary-items__start sidebar-primary__section")>',
+        r'\1 role="region" aria-label="Book">',
+    ),
+    (r"<summary>(?=<span class=.toctree-toggle)", '<summary aria-label="Pages below">'),
+    (r'(<button class="btn search-button-field[^>]*) aria-label="Search"', r"\1"),
+    ("doc-biblioentry", "listitem"),
+]
 
-    Its icons come from a font, so the icon script (1.5 MB) is dropped. Screen readers
-    get a landmark for the logo, names for search and folds, and a list that is one.
-    """
+
+def finish_pages(app, exception):
+    """Mend what the theme writes into every page."""
     if exception or app.builder.format != "html":
         return
     for page in Path(app.outdir).rglob("*.html"):
         old = text = page.read_text("utf-8")
-        text = re.sub(r"<script[^>]*fontawesome\.js[^>]*></script>", "", text)
-        text = text.replace(
-            '<div class="sidebar-primary-items__start sidebar-primary__section">',
-            '<div class="sidebar-primary-items__start sidebar-primary__section"'
-            ' role="region" aria-label="Book">',
-        )
-        text = re.sub(
-            r'(<button class="btn search-button-field[^>]*) aria-label="Search"',
-            r"\1",
-            text,
-        )
-        text = text.replace(
-            '<summary><span class="toctree-toggle"',
-            '<summary aria-label="Pages below"><span class="toctree-toggle"',
-        )
-        text = text.replace('role="doc-biblioentry"', 'role="listitem"')
+        for pattern, better in MENDS:
+            text = re.sub(pattern, better, text)
         if text != old:
             page.write_text(text, "utf-8")
     for unused in (Path(app.outdir) / "_static" / "scripts").glob("fontawesome.js*"):

@@ -28,17 +28,11 @@ class _Pickler(cloudpickle.Pickler):
             # cloudpickle >= 3.1.2 forgets the file name; messages need it.
             self.filenames.add(obj.co_filename)
             make, args = self.dispatch_table[types.CodeType](obj)
-            return make, tuple(
-                obj.co_filename if arg == "<dynamic-code>" else arg
-                for arg in map(_plain, args)
-            )
+            name = {"<dynamic-code>": obj.co_filename}
+            return make, tuple(name.get(a, a) if type(a) is str else a for a in args)
         if type(obj) is torch.Tensor and (obj.is_cuda or obj.grad_fn is not None):
             return _same, (obj.detach().cpu(),)
         return super().reducer_override(obj)
-
-
-def _plain(arg):
-    return str(arg) if isinstance(arg, str) else arg
 
 
 def _same(value):
@@ -62,8 +56,9 @@ def unpack(packed):
     """Return the value that `pack` packed, and make its source lines known here."""
     sources, value = packed
     for name, (title, lines) in cloudpickle.loads(sources).items():
-        labels[name] = title
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        if name not in linecache.cache:  # in the notebook itself it may have changed
+            labels[name] = title
+            linecache.cache[name] = sum(map(len, lines)), None, lines, name
     return cloudpickle.loads(value)
 
 
@@ -71,11 +66,13 @@ def label(filename):
     """Return what a reader calls this source: a cell's number, or a short path."""
     if filename in labels:
         return labels[filename]
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    if filename in cells:
-        return f"Cell In[{cells[filename]}]"
     if os.path.exists(filename):
         short = os.path.relpath(filename)
         return filename if short.startswith("..") else short
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cells = shell.user_ns.get("In", []) if shell else []
+    source = "".join(linecache.getlines(filename)).rstrip("\n")
+    for number in range(len(cells) - 1, 0, -1):
+        if cells[number] == source:
+            return f"Cell In[{number}]"
     return "a notebook cell" if "ipykernel" in filename else filename

@@ -1,7 +1,7 @@
-"""What time it is for a rank: wall time, or a virtual time that only durations model.
+"""What time it is for a rank: wall time, or a virtual time in which work is modelled.
 
 Algorithms have no clock. `watch` wraps a worker's methods from outside, `messages`
-stamps every message, and the clock that is `current` writes spans.
+tells the `current` clock of every message, and that clock writes spans.
 """
 
 import contextlib
@@ -11,31 +11,24 @@ import tempfile
 import time
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from labs.kit.timeline import Link, Span
+from labs.kit.timeline import Link, Op, Span
 
-current = None  # the clock of this process; None records nothing
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 offset = 0.0  # seconds to add to this host's time to get that of rank 0's host
-
-
-@contextlib.contextmanager
-def recording(clock, rank):
-    """Make `clock` the clock of this rank; after the block, clock.spans is complete."""
-    global current
-    clock.begin(rank)
-    current = clock
-    try:
-        yield clock
-        clock.finish()
-    finally:
-        current = None
 
 
 def watch(worker, **names):
     """Record calls of a worker's methods: watch(stage, forward="F", backward="B").
 
-    The first argument of a watched method is its microbatch.
+    The first argument of a watched method is its microbatch, if it is a number. An
+    operation that is called within another one is a part of it.
     """
     for method, name in names.items():
         setattr(worker, method, _watched(getattr(worker, method), name))
@@ -44,49 +37,110 @@ def watch(worker, **names):
 
 def _watched(method, name):
     @functools.wraps(method)
-    def call(microbatch, *args, **kwargs):
-        work = functools.partial(method, microbatch, *args, **kwargs)
-        return current.run(name, microbatch, work) if current else work()
+    def call(*args, **kwargs):
+        microbatch = args[0] if args and isinstance(args[0], int) else None
+        work = functools.partial(method, *args, **kwargs)
+        return current.run(name, microbatch, work)
 
     return call
 
 
+@contextlib.contextmanager
+def recording(clock, rank):
+    """Make `clock` the clock of this rank; after the block, clock.spans is complete."""
+    global current
+    clock.begin(rank)
+    outer, current = current, clock
+    try:
+        yield clock
+        clock.finish()
+    finally:
+        current = outer
+
+
 class Clock:
-    """What both clocks share: the rank's spans and a count of messages per peer."""
+    """Hears all that a rank does. This one writes nothing down."""
+
+    def run(self, name, microbatch, work):
+        """Return work(), an operation."""
+        return work()
+
+    def now(self):
+        return 0.0
+
+    def ready(self):
+        """Return the time at which this rank can begin a message."""
+        return 0.0
+
+    def sent(self, to, nbytes, microbatch, since):
+        """Return the stamp of a message: (when it began, time in the port, number)."""
+        return 0.0, 0.0, 0
+
+    def waited(self, to, since):
+        """Until now, the rank stood still for `to` to take a message."""
+
+    def received(self, source, stamp, since, nbytes, microbatch):
+        """A message has come; the rank called for it at `since`."""
+
+    def together(self, name, times, nbytes, since):
+        """A collective is over; `times`: when each rank was ready for it."""
+
+
+current = Clock()  # the clock of this process
+
+
+class _Recorder(Clock):
+    """What both clocks share: the rank's spans, and a count of messages per peer."""
 
     unit = "s"
 
     def begin(self, rank):
-        self.rank, self.spans, self._sent = rank, [], {}
+        self.rank, self.spans, self._sent, self._op = rank, [], {}, None
 
     def finish(self):
         pass
 
-    def _add(self, lane, name, start, end, **more):
-        more.setdefault("microbatch", None)
-        self.spans.append(Span(self.rank, lane, name, start=start, end=end, **more))
+    def run(self, name, microbatch, work):
+        if self._op:
+            return work()
+        self._op = Op(name, microbatch)
+        try:
+            return self._run(name, microbatch, work)
+        finally:
+            self._op = None
 
-    def _flow(self, to):
+    def _add(self, lane, name, start, end, microbatch=None, **more):
+        span = Span(self.rank, lane, name, microbatch, start, end, **more)
+        self.spans.append(span)
+
+    def _wait(self, peer, start, end):
+        if end > start:
+            self._add("wait", "wait", start, end, peer=peer)
+
+    def _send(self, to, start, end, nbytes, microbatch):
         number = self._sent[to] = self._sent.get(to, -1) + 1
+        flow = f"{self.rank}>{to}#{number}"
+        self._add("transfer", "send", start, end, microbatch, peer=to, nbytes=nbytes,
+                  flow=flow)  # fmt: skip
         return number
 
-    def _received(self, source, number, called, begun, end, nbytes, microbatch):
-        """Write a message down: standing still until it begins, then its transfer."""
-        if begun > called:
-            self._add("wait", "wait", called, begun, peer=source)
-        self._add(
-            "transfer", "receive", begun, end, peer=source, nbytes=nbytes,
-            microbatch=microbatch, flow=f"{source}>{self.rank}#{number}",
-        )  # fmt: skip
+    def _receive(self, source, number, start, end, nbytes, microbatch):
+        flow = f"{source}>{self.rank}#{number}"
+        self._add("transfer", "receive", start, end, microbatch, peer=source,
+                  nbytes=nbytes, flow=flow)  # fmt: skip
 
 
-class Wall(Clock):
-    """Real time of the host (one base for all its processes), or of a GPU's events."""
+class Wall(_Recorder):
+    """Real time of the host (one base for all its processes), or of a GPU's events.
+
+    event: makes an event with record() and elapsed_time(later) in milliseconds; by
+    default those of CUDA where it is in use.
+    """
 
     phrase = "wall time"
 
     def __init__(self, event=None):
-        self._event = event  # makes an event with record() and elapsed_time(later)
+        self._event = event
 
     def begin(self, rank):
         super().begin(rank)
@@ -94,26 +148,28 @@ class Wall(Clock):
         if self._event is None and torch.cuda.is_initialized():
             self._event = functools.partial(torch.cuda.Event, enable_timing=True)
         if self._event:
-            self._zero = self._mark()
             _synchronise()
-            self._zero_time = self.now()
+            self._zero, self._zero_time = self._mark(), self.now()
 
     def now(self):
         return time.perf_counter_ns() * 1e-9 + offset
 
-    def run(self, name, microbatch, work):
+    def ready(self):
+        _synchronise()  # a GPU has then computed what is to be sent
+        return self.now()
+
+    def _run(self, name, microbatch, work):
         start = self._mark()
         result = work()
-        self._marked.append((name, microbatch, start, self._mark()))
+        self._marked.append((name, start, self._mark(), microbatch))
         return result
 
     def finish(self):
         """Read the marks: events can only be read once the GPU has passed them."""
         _synchronise()
-        for name, microbatch, start, end in self._marked:
+        for name, start, end, microbatch in self._marked:
             times = self._seconds(start), self._seconds(end)
-            self._add("compute", name, *times, microbatch=microbatch)
-        self.spans.sort(key=lambda span: span.start)
+            self._add("compute", name, *times, microbatch)
 
     def _mark(self):
         if not self._event:
@@ -127,41 +183,41 @@ class Wall(Clock):
             return mark
         return self._zero_time + self._zero.elapsed_time(mark) / 1e3
 
-    def sent(self, to, nbytes, microbatch=None):
-        """Return the stamp of a message that leaves now: (time, port time, number)."""
-        now, number = self.now(), self._flow(to)
-        flow = f"{self.rank}>{to}#{number}"
-        self._add("transfer", "send", now, now, peer=to, nbytes=nbytes,
-                  microbatch=microbatch, flow=flow)  # fmt: skip
-        return now, 0.0, number
+    def sent(self, to, nbytes, microbatch, since):
+        """Its way through the host belongs to a message: it began before that."""
+        number = self._send(to, since, self.now(), nbytes, microbatch)
+        return since, 0.0, number
 
-    def received(self, source, stamp, called, nbytes, microbatch=None):
+    def waited(self, to, since):
+        self._wait(to, since, self.now())
+
+    def received(self, source, stamp, since, nbytes, microbatch):
         """A transfer cannot begin before its send began: until then it is waiting."""
+        begun, _, number = stamp
         end = self.now()
-        begun = min(max(called, stamp[0]), end)
-        self._received(source, stamp[2], called, begun, end, nbytes, microbatch)
+        begun = min(max(since, begun), end)
+        self._wait(source, since, begun)
+        self._receive(source, number, begun, end, nbytes, microbatch)
 
-    def together(self, name, called, times, nbytes):
-        """A collective over all ranks begins when the last of them has come."""
-        end = self.now()
-        begun = min(max(called, *times), end)
-        if begun > called:
-            self._add("wait", "wait", called, begun)
+    def together(self, name, times, nbytes, since):
+        """A collective begins when the last rank has come."""
+        end = self.ready()
+        begun = min(max(times), end)
+        self._wait(None, since, begun)
         self._add("transfer", name, begun, end, nbytes=nbytes)
 
 
-class Virtual(Clock):
+class Virtual(_Recorder):
     """A logical time per rank; the work and the messages are real, durations modelled.
 
-    An operation advances it by its cost; a message arrives after the link's latency and
-    bytes / bandwidth, each port serving one message at a time; a receiver's time becomes
-    the later of its own and the arrival (Lamport 1978, with durations).
+    An operation advances it by its cost; a message arrives after the link's latency
+    and bytes / bandwidth, each port serving one message at a time; a receiver's time
+    becomes the later of its own and the arrival (Lamport 1978, with durations).
     """
 
     def __init__(self, cost, link=Link()):  # noqa: B008 (immutable)
-        self.cost, self.link = cost, link
-        self.phrase = f"virtual time, {cost.phrase}" + _words(link, cost.unit)
-        self.unit = cost.unit
+        self.cost, self.link, self.unit = cost, link, cost.unit
+        self.phrase = f"virtual time, {cost.phrase}, {_described(link, cost.unit)}"
 
     def begin(self, rank):
         super().begin(rank)
@@ -170,42 +226,51 @@ class Virtual(Clock):
     def now(self):
         return self.time
 
-    def run(self, name, microbatch, work):
+    def ready(self):
+        if self._op:
+            raise RuntimeError(
+                f"{self._op} communicates, but in virtual time its end is known only "
+                "when it is over: watch methods that compute, and send between them."
+            )
+        return max(self.time, self._out_free)
+
+    def _run(self, name, microbatch, work):
         result, cost = self.cost(self.rank, name, microbatch, work)
-        self._add(
-            "compute", name, self.time, self.time + cost, microbatch=microbatch
-        )
-        self.time += cost
+        start, self.time = self.time, self.time + cost
+        self._add("compute", name, start, self.time, microbatch)
         return result
 
-    def sent(self, to, nbytes, microbatch=None):
-        busy, number = nbytes / self.link.bandwidth, self._flow(to)
-        begun = max(self.time, self._out_free)
-        self._out_free = begun + busy
-        flow = f"{self.rank}>{to}#{number}"
-        self._add("transfer", "send", begun, begun + busy, peer=to, nbytes=nbytes,
-                  microbatch=microbatch, flow=flow)  # fmt: skip
-        return begun, busy, number
+    def sent(self, to, nbytes, microbatch, since):
+        busy = nbytes / self.link.bandwidth
+        self._out_free = since + busy
+        return since, busy, self._send(to, since, since + busy, nbytes, microbatch)
 
-    def received(self, source, stamp, called, nbytes, microbatch=None):
+    def received(self, source, stamp, since, nbytes, microbatch):
+        """Ports work beside the computation: a transfer may begin before the call."""
         begun, busy, number = stamp
-        end = max(begun + self.link.latency, self._in_free) + busy
-        self._in_free = end
-        if begun > self.time:
-            self._add("wait", "wait", self.time, begun, peer=source)
-        # The port works beside the computation: a transfer may begin before the call.
-        self._received(source, number, begun, begun, end, nbytes, microbatch)
+        end = self._in_free = max(begun + self.link.latency, self._in_free) + busy
+        self._wait(source, self.time, begun)
+        self._receive(source, number, begun, end, nbytes, microbatch)
         self.time = max(self.time, end)
 
-    def together(self, name, called, times, nbytes):
-        """A collective is charged as a ring: 2(n - 1) steps of 1/n of the bytes."""
-        begun, n_ranks = max(times), len(times)
-        step = self.link.latency + nbytes / n_ranks / self.link.bandwidth
-        end = begun + 2 * (n_ranks - 1) * step
-        if begun > self.time:
-            self._add("wait", "wait", self.time, begun)
+    def together(self, name, times, nbytes, since):
+        """A collective is charged as a ring over all ranks: all_gather takes n - 1
+        steps with a whole tensor each, the others 2 (n - 1) steps with 1/n of it."""
+        n_ranks, begun = len(times), max(times)
+        steps, share = 2 * (n_ranks - 1), nbytes / n_ranks
+        if name == "all_gather":
+            steps, share = n_ranks - 1, nbytes
+        end = begun + steps * self.link.seconds(share)
+        self._wait(None, self.time, begun)
         self._add("transfer", name, begun, end, nbytes=nbytes)
-        self.time = end
+        self.time = self._out_free = self._in_free = end
+
+
+def _described(link, unit):
+    if link == Link():
+        return "free links"
+    seconds, rate = (" s", " B/s") if unit else ("", "")
+    return f"link {link.latency:g}{seconds} + bytes / {link.bandwidth:g}{rate}"
 
 
 class Unit:
@@ -214,11 +279,8 @@ class Unit:
     unit = ""
 
     def __init__(self, costs=None, phrase=None):
-        self.costs = costs or {"F": 1.0, "B": 2.0}
-        self.phrase = phrase or "unit costs" + (
-            "" if callable(self.costs)
-            else " (" + ", ".join(f"{k} = {v:g}" for k, v in self.costs.items()) + ")"
-        )  # fmt: skip
+        self.costs = {"F": 1.0, "B": 2.0} if costs is None else costs
+        self.phrase = phrase or "unit costs" + _listed(self.costs)
 
     def __call__(self, rank, name, microbatch, work):
         if callable(self.costs):
@@ -226,6 +288,12 @@ class Unit:
         if name not in self.costs:
             raise ValueError(f"no unit cost for {name!r}: add it to {self.costs}.")
         return work(), self.costs[name]
+
+
+def _listed(costs):
+    if callable(costs):
+        return ""
+    return " (" + ", ".join(f"{name} = {cost:g}" for name, cost in costs.items()) + ")"
 
 
 class Flops:
@@ -238,15 +306,34 @@ class Flops:
         self.phrase = f"counted FLOPs at {rate / 1e12:g} TFLOP/s"
 
     def __call__(self, rank, name, microbatch, work):
-        with FlopCounterMode(display=False) as counter:
+        with _FlopCounter() as counter:
             result = work()
-        return result, counter.get_total_flops() / self.rate
+        return result, counter.total / self.rate
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Counts what torch's FlopCounterMode counts, but does not import the compiler
+    first, which takes every new process some seconds."""
+
+    total = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        count = flop_registry.get(function.overloadpacket)
+        if count:
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 class Timed:
     """Costs measured: each operation is timed while it has a core or GPU to itself.
 
-    Ranks take turns at `slots` locks (files of this run), so only the overlap is virtual.
+    Ranks take turns, so only the overlap is virtual: `slots` of them at a time on the
+    CPU, one at a time on each GPU.
     """
 
     unit = "s"
@@ -266,45 +353,42 @@ class Timed:
 
 @contextlib.contextmanager
 def _turn(slots):
-    """Hold one of `slots` locks that the ranks of this run on this host share."""
-    try:
-        import fcntl
-    except ImportError:
+    """Hold one of the locks that the ranks of this run share on this host."""
+    if "LABS_RUN" not in os.environ:  # there are no others
+        yield
+        return
+    if fcntl is None:
         raise NotImplementedError(
             "timed costs need file locks of Linux or macOS: use unit or flops costs."
-        ) from None
-    folder = run_folder()
-    files = [open(os.path.join(folder, f"slot-{i}"), "w") for i in range(slots)]
-    try:
-        while True:
-            for file in files:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    yield
-                    return
+        )
+    with contextlib.ExitStack() as stack:  # closing a file gives its lock back
+        locks = [stack.enter_context(open(path, "w")) for path in _paths(slots)]
+        while not any(map(_taken, locks)):
             time.sleep(0.0005)
-    finally:
-        for file in files:
-            file.close()  # closing gives the lock back
+        yield
 
 
-def run_folder():
-    """Return a folder that the ranks of one run share; `launch` removes it."""
-    folder = folder_of(os.environ.get("LABS_RUN", f"alone-{os.getpid()}"))
+def _taken(lock):
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _paths(slots):
+    folder = folder_of(os.environ["LABS_RUN"])
     os.makedirs(folder, exist_ok=True)
-    return folder
+    names = [f"core-{slot}" for slot in range(slots)]
+    if torch.cuda.is_initialized():
+        names = [f"gpu-{torch.cuda.current_device()}"]
+    return [os.path.join(folder, name) for name in names]
 
 
 def folder_of(run):
+    """Return the folder of a run's locks; `launch` removes it."""
     return os.path.join(tempfile.gettempdir(), f"labs-{run}")
 
 
 def _synchronise():
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def _words(link, unit):
-    if link == Link():
-        return ", free links"
-    return f", link {link.latency:g}{unit} + bytes / {link.bandwidth:g} B{'/s' * (unit == 's')}"

@@ -4,9 +4,11 @@ import argparse
 import dataclasses
 import os
 import sys
+import tempfile
+from math import inf
 from typing import get_args, get_type_hints
 
-from labs.kit import clock, draw, torchrun, world
+from labs.kit import clock, torchrun, world
 from labs.kit.simulate import explain
 from labs.kit.timeline import Link
 from labs.kit.watchdog import RankFailed
@@ -27,77 +29,108 @@ def ledger(rows):
 
 
 def show(value, unit=""):
-    """Return a value as a reader wants it: 27.3 %, 1.5 MB, [4, 3, 2, 1]."""
-    if isinstance(value, (list, tuple)):
-        if len(set(value)) == 1 and len(value) > 1:
-            return f"{show(value[0], unit)} each"
-        return ", ".join(show(one, unit) for one in value)
+    """Return a value as a reader wants it: 27.27 %, 1.5 MB; of a list 4, 3, 2, 1."""
     if value is None or isinstance(value, str):
         return value or "-"
-    if unit == "%":
-        return f"{100 * value:.2f} %"
-    if unit == "B":
-        return _bytes(value)
-    if unit == "s" and value < 1:
-        return f"{1e3 * value:.3g} ms"
-    return f"{value:.4g}{' ' * bool(unit)}{unit}"
+    values = value if isinstance(value, (list, tuple)) else [value]
+    size, unit = _scale(unit, values)
+    texts = [_number(one / size if size != 1 else one, unit) for one in values]
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f"{texts[0]}{unit} each"
+    return ", ".join(texts) + unit
 
 
-def _bytes(value):
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.4g} {unit}"
-    return f"{value:.0f} B"
+def _scale(unit, values):
+    """Return (size, name) of the unit in which the largest value reads well."""
+    if unit not in _SCALES:
+        return 1, f" {unit}" if unit else ""
+    largest = max(map(abs, values), default=0)
+    fitting = [pair for pair in _SCALES[unit] if largest >= pair[0]]
+    size, name = fitting[-1] if fitting else _SCALES[unit][0]
+    return size, f" {name}"
+
+
+_SCALES = {
+    "%": [(0.01, "%")],
+    "B": [(1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB")],
+    "s": [(1e-6, "µs"), (1e-3, "ms"), (1, "s")],
+}
+
+
+def _number(value, unit):
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.2f}" if unit == " %" else f"{value:.4g}"
+
+
+class _Options(argparse.ArgumentParser):
+    def error(self, message):
+        """One sentence is enough; `main` prints it."""
+        raise ValueError(f"{message}; --help lists what there is.")
 
 
 def parse(config, key, text, argv=None):
     """Read a command line; return (a Config, a clock, the folder for files).
 
     config: the lab's Config class; each of its fields is an option, with its help.
+    Raises ValueError for what cannot run.
     """
-    options = argparse.ArgumentParser(
+    options = _Options(
         prog=f"python -m labs.{key}",
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     hints = get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
-        kind, text = get_args(hints[field.name])
+        kind, words = get_args(hints[field.name])
         name = "--" + field.name.removeprefix("n_").replace("_", "-")
-        more = {"action": "store_true"} if kind is bool else {"type": kind}
-        more.update(dest=field.name, default=field.default)
-        options.add_argument(name, help=f"{text} (default: {field.default})", **more)
-    add = options.add_argument
-    add("--clock", default="auto", choices=["auto", "wall", *_COSTS],
-        help="wall time, or virtual time with unit, counted or timed costs; "
-        "auto: wall where each rank has a GPU, else timed")  # fmt: skip
-    add("--latency", type=float, default=0.0, help="of the link in virtual time")
-    add("--bandwidth", type=float, default=float("inf"), help="of the link, bytes/s")
-    add("--out", default="out", help="folder for the figure and the trace")
+        more = {"action": "store_true", "help": words}
+        if kind is not bool:
+            words = f"{words} (default: {field.default})"
+            more = {"type": kind, "metavar": _METAVAR[kind], "help": words}
+        options.add_argument(name, dest=field.name, default=field.default, **more)
+    _add_common(options)
     given = vars(options.parse_args(argv))
-    name, out = given.pop("clock"), given.pop("out")
+    name, folder = given.pop("clock"), given.pop("out")
     link = Link(given.pop("latency"), given.pop("bandwidth"))
     made = config(**given)
-    return made, make_clock(name, made.n_ranks(), link), out
+    made.check()
+    return made, make_clock(name, made, link), folder
 
 
-_COSTS = {
-    "unit": lambda plan: clock.Unit(),
-    "flops": lambda plan: clock.Flops(),
-    "timed": lambda plan: clock.Timed(
-        plan.n_gpus or max(1, world.cores() // plan.threads)
-    ),
-}
+def _add_common(options):
+    add = options.add_argument
+    add("--clock", default="auto", choices=["auto", "wall", "unit", "flops", "timed"],
+        help="wall time, or virtual time with unit, counted (flops) or timed costs; "
+        "auto: wall where each rank has a GPU, else timed")  # fmt: skip
+    add("--latency", type=float, default=0.0, metavar="X",
+        help="of a message, in virtual time (default: 0)")  # fmt: skip
+    add("--bandwidth", type=float, default=inf, metavar="X",
+        help="of the links, in bytes per time (default: no limit)")  # fmt: skip
+    add("--out", default="out", metavar="FOLDER",
+        help="for the figure and the trace (default: out)")  # fmt: skip
 
 
-def make_clock(name, n_ranks, link=Link()):  # noqa: B008 (immutable)
-    """Return the clock that `--clock` names, for this many ranks on this machine."""
-    plan = world.plan(n_ranks)
+_METAVAR = {int: "N", float: "X", str: "NAME"}
+
+
+def make_clock(name, config, link=Link()):  # noqa: B008 (immutable)
+    """Return the clock that `--clock` names, for this run on this machine."""
+    if not (0 <= link.latency < inf and link.bandwidth > 0):
+        raise ValueError(f"a link needs latency >= 0 and bandwidth > 0: {link}.")
+    plan = world.plan(config.n_ranks())
     if name == "auto":
-        name = "wall" if plan.place == "own" else "timed"
+        name = "wall" if plan.place == "own" and link == Link() else "timed"
     if name == "wall":
+        if link != Link():
+            raise ValueError("wall time has the links of this machine: drop the others.")
         return clock.Wall()
-    return clock.Virtual(_COSTS[name](plan), link)
+    cost = {
+        "unit": lambda: clock.Unit(config.costs()),
+        "flops": lambda: clock.Flops(),
+        "timed": lambda: clock.Timed(plan.n_gpus or world.cores() // plan.threads or 1),
+    }
+    return clock.Virtual(cost[name](), link)
 
 
 def choose(what, name, choices):
@@ -115,30 +148,47 @@ def publish(key, report, folder="out"):
     """Print the ledger, and write the figure and one Perfetto file into `folder`."""
     if not speaks():
         return
-    os.makedirs(folder, exist_ok=True)
+    from labs.kit import draw  # ranks import this module too, and draw nothing
+
     figure = os.path.join(folder, f"{key}.svg")
     trace = os.path.join(folder, f"{key}.trace.json")
+    plan = world.plan(report.timeline.n_ranks).describe(report.timeline.hardware)
+    text = [
+        f"{plan} · {report.timeline.clock}",
+        ledger(report.rows + report.invariant()),
+        *report.remarks,
+        str(explain(report.predicted, report.timeline)),
+        f"figure  {figure}\ntrace   {trace}  (open it in ui.perfetto.dev)",
+    ]
     draw.draw(*report.timelines(), titles=["predicted", "run"]).save(figure)
     report.timeline.to_chrome_trace(trace)
-    plan = world.plan(report.timeline.n_ranks).describe(report.timeline.hardware)
-    print(f"{plan} · {report.timeline.clock}\n")
-    print(ledger(report.rows + report.invariant()) + "\n")
-    print(f"{explain(report.predicted, report.timeline)}\n")
-    print(f"figure  {figure}\ntrace   {trace}  (open it in ui.perfetto.dev)")
+    print("\n\n".join(text))
+
+
+def _make(folder):
+    """Make a folder; ValueError, before any rank starts, if it cannot be written to."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"cannot write into {folder!r} ({error.strerror})"
+        raise ValueError(f"{reason}: choose another --out.") from None
 
 
 def main(key, text, config, measure, argv=None):
     """The command line of a lab: measure, and publish what was measured.
 
-    Ends with one sentence and an exit code where it cannot go on.
+    Where it cannot go on it ends with the reason in words: exit code 2 for what was
+    asked, 1 for what happened.
     """
     try:
-        made, clock, folder = parse(config, key, text, argv)
-        report = measure(made, clock)
-        publish(key, report, folder)
+        made, clk, folder = parse(config, key, text, argv)
+        _make(folder)
+        publish(key, measure(made, clk, progress=True), folder)
     except (ValueError, RankFailed, OSError) as error:
         if speaks():
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            print(f"labs.{key}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

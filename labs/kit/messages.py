@@ -1,9 +1,10 @@
 """Messages between ranks: any tensor, with a checked header.
 
-gloo itself fills a buffer of the wrong type silently, aborts on a wrong size and takes no
-CUDA tensor from point to point. Here every message begins with a header (shape, dtype,
-tag, time), so that a mismatch is an error in words; views, empty tensors, scalars and
-bf16 arrive as they were; and a rank that shares its GPU sends from host memory.
+gloo alone fills a buffer of another type in silence, aborts on a wrong size, and takes
+no CUDA tensor from point to point. Here every message begins with a header (shape,
+dtype, time), so that a mismatch is an error in words; views, empty tensors, scalars and
+bf16 arrive as they were. From point to point a GPU's tensors travel through pinned host
+memory: NCCL knows no tags, and its sends hold up receives from the same rank.
 """
 
 import contextlib
@@ -15,30 +16,59 @@ import torch.distributed as dist
 from labs.kit import clock
 
 _DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64,
-    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    torch.complex64, torch.complex128,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
+    torch.complex128,
 ]  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_SUMMED_IN = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int16: torch.int32,  # gloo does not know int16
+}
 _MAX_DIMS = 8
+_MAX_TITLE = 128
 _MAGIC = 0x6C616273  # "labs"
-# magic, tag, dtype, number of dims, dims, name; then time sent, port time, number
-_HEADER = struct.Struct(f"<4q{_MAX_DIMS}q40s3d")
+# magic, dtype, number of dims, dims, title; then time sent, port time, number
+_HEADER = struct.Struct(f"<3q{_MAX_DIMS}q{_MAX_TITLE}s3d")
+_SMALL, _LARGE = 1 << 12, 1 << 16  # bytes: the room of a block lies between these
+_MAX_UNFINISHED = 256  # sends that nobody waits for: gloo does not say that one is over
 
 device = torch.device("cpu")  # where this rank computes; set when the rank starts
-staged = False  # do its tensors travel through host memory?
-doing = None  # (call, peer, detail) while this rank is in a call; the watchdog reads it
-moved = 0  # calls finished; the watchdog sees movement
-_unfinished = []  # sends whose buffers must live until they are taken
+staged = False  # do collectives, too, travel through host memory?
+doing = None  # (call, peer, detail) while this rank is in a call, for the watchdog
+moved = 0  # calls finished, for the watchdog
+_unfinished = {}  # Pending -> None, oldest first: they keep what is not yet taken
+_last = {}  # ("to" or "from", peer, tag) -> bytes of the last message
 
 
 def rank():
     """Return this process's rank; 0 outside `launch`."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    group = dist.group.WORLD
+    return group.rank() if group else 0
 
 
 def n_ranks():
     """Return how many ranks there are; 1 outside `launch`."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    group = dist.group.WORLD
+    return group.size() if group else 1
+
+
+def nbytes(tensor):
+    """Return the bytes that a tensor's elements take on the wire."""
+    return tensor.numel() * tensor.element_size()
+
+
+def chunk_sizes(n, parts):
+    """Return the sizes of `parts` balanced chunks of n elements, the larger ones first.
+
+    >>> chunk_sizes(10, 4), chunk_sizes(2, 4)
+    ([3, 3, 2, 2], [1, 1, 0, 0])
+    """
+    if n < 0 or parts < 1:
+        raise ValueError(f"{n} elements cannot be cut into {parts} chunks.")
+    return [n // parts + (i < n % parts) for i in range(parts)]
 
 
 @contextlib.contextmanager
@@ -58,78 +88,92 @@ def _call(name, peer=None, detail=""):
 
 
 class Pending:
-    """A send under way. Its buffers are kept until `wait` has returned."""
+    """A send under way. It keeps what it sends until `wait` has returned."""
 
     def __init__(self, to, works, buffers):
         self._to, self._works, self._buffers = to, works, buffers
+        _unfinished[self] = None
 
     def wait(self):
         """Wait until the receiver has taken the message."""
+        if not self._works:
+            return
+        since = clock.current.now()
         with _call("send", self._to):
             for work in self._works:
                 work.wait()
+        clock.current.waited(self._to, since)
         self._works, self._buffers = [], []
-
-    def done(self):
-        return all(work.is_completed() for work in self._works)
+        del _unfinished[self]
 
 
-def isend(tensor, to, tag=0):
+def isend(tensor, to, tag=None):
     """Start to send `tensor` to rank `to`; return a Pending. Does not block.
 
-    The tensor may be changed at once if it is not contiguous or not on the CPU (a copy
-    is sent); otherwise only after `wait`.
+    tag: a number that the receiver must name, such as the microbatch. The tensor may
+    be changed at once if it is not contiguous or on a GPU (a copy is sent); otherwise
+    only after `wait`. Whoever never waits has at most 256 sends under way.
     """
-    _check(tensor, to, "send to")
+    _check(tensor)
+    _check_peer(to, tag, "send to")
+    since = clock.current.ready()
     wire = _to_wire(tensor)
-    now = clock.current
-    stamp = now.sent(to, wire.numel(), tag) if now else (0.0, 0.0, 0)
-    header = _header(tensor, tag, stamp)
-    works = [dist.isend(header, to, tag=tag)]
-    if wire.numel():
-        works.append(dist.isend(wire, to, tag=tag))
-    _unfinished[:] = [pending for pending in _unfinished if not pending.done()]
-    _unfinished.append(Pending(to, works, (header, wire)))
-    return _unfinished[-1]
+    stamp = clock.current.sent(to, wire.numel(), tag, since)
+    data, block = _block("to", to, tag)
+    _last["to", to, tag or 0] = wire.numel()
+    _write_header(data, tensor, stamp)
+    parts = [block, wire]
+    if wire.numel() <= _room(data):
+        block[_HEADER.size :][: wire.numel()] = wire
+        parts = [block]
+    send = dist.group.WORLD.send
+    pending = Pending(to, [send([part], to, tag or 0) for part in parts], parts)
+    if len(_unfinished) > _MAX_UNFINISHED:
+        next(iter(_unfinished)).wait()
+    return pending
 
 
-def send(tensor, to, tag=0):
+def send(tensor, to, tag=None):
     """Send `tensor` to rank `to` and wait until it has been received."""
     with _call("send", to, _tagged(tag)):
         isend(tensor, to, tag).wait()
 
 
-def receive(source, tag=0, into=None):
+def receive(source, tag=None, into=None):
     """Return the tensor that rank `source` sends next under `tag`.
 
     into: a tensor to receive into; then its shape and dtype must be those sent, or a
     TypeError names both. Without it, a new tensor on this rank's device.
     """
-    _check(into, source, "receive from")
-    called = clock.current.now() if clock.current else 0.0
+    if into is not None:
+        _check(into)
+    _check_peer(source, tag, "receive from")
+    since = clock.current.ready()
     with _call("receive", source, _tagged(tag)):
-        header = torch.empty(_HEADER.size, dtype=torch.uint8)
-        dist.recv(header, source, tag=tag)
-        shape, dtype, _, stamp = _read(header, source)
-        if into is not None and (into.shape != shape or into.dtype != dtype):
-            raise TypeError(
-                f"rank {rank()} expects {_kind(into.shape, into.dtype)} from rank "
-                f"{source}, but rank {source} sends {_kind(shape, dtype)}."
-            )
-        tensor = _from_wire(shape, dtype, source, tag, into)
-    if clock.current:
-        clock.current.received(source, stamp, called, nbytes(tensor), tag)
+        data, block = _block("from", source, tag)
+        dist.group.WORLD.recv([block], source, tag or 0).wait()
+        shape, dtype, _, stamp = _read_header(data, source)
+        fits = into is None or (into.shape, into.dtype) == (shape, dtype)
+        tensor = _from_wire(block, shape, dtype, source, tag, into if fits else None)
+    if not fits:
+        raise _misfit(into, shape, dtype, source)
+    clock.current.received(source, stamp, since, nbytes(tensor), tag)
     return tensor
 
 
-def exchange(tensor, to, source=None, tag=0, into=None):
+def exchange(tensor, to, source=None, tag=None, into=None):
     """Send to rank `to` while receiving from `source` (default `to`); return what came.
 
     It cannot deadlock, whatever the order of ranks: the send does not block.
     """
+    _check(tensor)
+    if into is not None:
+        _check(into)
+        if into.data_ptr() == tensor.data_ptr():
+            tensor = tensor.clone()  # what comes must not overwrite what is leaving
     source = to if source is None else source
     if to == source == rank():
-        return tensor.clone()
+        return _to_self(tensor, into)
     with _call("exchange", source, _tagged(tag)):
         pending = isend(tensor, to, tag)
         received = receive(source, tag, into)
@@ -139,81 +183,135 @@ def exchange(tensor, to, source=None, tag=0, into=None):
 
 def finish():
     """Wait for all sends that nobody waited for; a rank does this when it returns."""
-    while _unfinished:
-        _unfinished.pop(0).wait()
+    for pending in list(_unfinished):
+        pending.wait()
 
 
-def nbytes(tensor):
-    """Return the bytes that a tensor's elements take on the wire."""
-    return tensor.numel() * tensor.element_size()
-
-
-def _check(tensor, peer, verb):
-    if tensor is not None and not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"a message is a tensor, not {type(tensor).__name__}: use torch.tensor()."
-        )
-    if n_ranks() == 1:
-        raise ValueError(f"rank 0 is alone and cannot {verb} rank {peer}.")
-    if not isinstance(peer, int) or not 0 <= peer < n_ranks() or peer == rank():
-        others = [other for other in range(n_ranks()) if other != rank()]
-        raise ValueError(
-            f"rank {rank()} cannot {verb} rank {peer!r}: its peers are {others}."
-        )
-
-
-def _to_wire(tensor):
-    """Return the tensor's bytes, flat and contiguous, where the backend can send them."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_cuda and staged:
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        host.copy_(flat, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        flat = host
-    return flat.view(torch.uint8)
-
-
-def _from_wire(shape, dtype, source, tag, into):
-    """Receive the bytes that follow a header, straight into `into` where possible."""
-    where = into.device if into is not None else device
-    direct = into is not None and into.is_contiguous()
-    direct = direct and not (where.type == "cuda" and staged)
-    on = "cpu" if where.type == "cuda" and staged else where
-    buffer = into if direct else torch.empty(shape, dtype=dtype, device=on)
-    if buffer.numel():
-        wire = buffer.detach().reshape(-1).view(torch.uint8)
-        dist.recv(wire, source, tag=tag)
+def _to_self(tensor, into):
     if into is None:
-        return buffer.to(where)
-    if not direct:
-        into.detach().copy_(buffer)
+        return tensor.detach().clone()
+    if (into.shape, into.dtype) != (tensor.shape, tensor.dtype):
+        raise _misfit(into, tensor.shape, tensor.dtype, rank())
+    into.detach().copy_(tensor)
     return into
 
 
-def _header(tensor, tag=0, stamp=(0.0, 0.0, 0), name=""):
-    if tensor.dtype not in _DTYPES or tensor.dim() > _MAX_DIMS or tensor.is_sparse:
+def _misfit(into, shape, dtype, source):
+    return TypeError(
+        f"rank {rank()} expects {_kind(into.shape, into.dtype)} from rank {source}, "
+        f"but rank {source} sends {_kind(shape, dtype)}."
+    )
+
+
+def _check(tensor):
+    if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"a message cannot be {_kind(tensor.shape, tensor.dtype)}: send a dense "
-            f"tensor of up to {_MAX_DIMS} dimensions, quantised ones as integers."
+            f"a message is a tensor, not {type(tensor).__name__}: use torch.tensor()."
         )
-    dims = [*tensor.shape, *[-1] * (_MAX_DIMS - tensor.dim())]
-    fields = _MAGIC, tag, _DTYPES.index(tensor.dtype), tensor.dim(), *dims
-    packed = _HEADER.pack(*fields, name.encode()[:40], *stamp)
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+    if not dense or tensor.dtype not in _CODES or tensor.dim() > _MAX_DIMS:
+        raise TypeError(
+            f"a message cannot be {_kind(tensor.shape, tensor.dtype)} with layout "
+            f"{tensor.layout} on {tensor.device}: send a dense tensor of at most "
+            f"{_MAX_DIMS} dimensions, of numbers that are not quantised."
+        )
 
 
-def _read(header, source):
-    """Return (shape, dtype, name, stamp) of a header."""
-    magic, _, dtype, n_dims, *rest = _HEADER.unpack(header.numpy().tobytes())
+def _check_peer(peer, tag, verb):
+    me, n = rank(), n_ranks()
+    if n == 1:
+        raise ValueError(f"rank 0 is alone and cannot {verb} rank {peer}: launch more.")
+    if not isinstance(peer, int) or not 0 <= peer < n or peer == me:
+        peers = [other for other in range(n) if other != me]
+        raise ValueError(
+            f"rank {me} cannot {verb} rank {peer!r}: its peers are {peers}."
+        )
+    if tag is not None and not (isinstance(tag, int) and tag >= 0):
+        raise ValueError(f"a tag is a whole number from 0 up, not {tag!r}.")
+
+
+# A message is a block: the header, and the tensor's bytes if there is room; otherwise
+# they follow by themselves. The room is what the last message of the same peer and tag
+# needed, so that equal messages take one transfer each.
+
+
+def _block(way, peer, tag):
+    """Return an empty block of the size that both sides expect."""
+    room = max(_SMALL, min(_last.get((way, peer, tag or 0), 0), _LARGE))
+    return _buffer(_HEADER.size + room)
+
+
+def _buffer(size):
+    """Return `size` zero bytes twice: as a bytearray, and as a tensor on the same."""
+    data = bytearray(size)
+    return data, torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _room(data):
+    return len(data) - _HEADER.size
+
+
+def _to_wire(tensor):
+    """Return the tensor's bytes, flat, in host memory; a copy only where needed."""
+    host = tensor.detach()
+    if not _is_plain(tensor):
+        host = _host_tensor(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
+        host.copy_(tensor.detach())  # waits for the GPU
+    return _bytes(host)
+
+
+def _from_wire(block, shape, dtype, source, tag, into):
+    """Return the tensor whose header has come, straight in `into` where possible."""
+    where = device if into is None else into.device
+    direct = into is not None and _is_plain(into)
+    host = into.detach() if direct else _host_tensor(shape, dtype, where.type == "cuda")
+    wire = _bytes(host)
+    _last["from", source, tag or 0] = wire.numel()
+    if wire.numel() <= _room(block):
+        wire.copy_(block[_HEADER.size :][: wire.numel()])
+    else:
+        dist.group.WORLD.recv([wire], source, tag or 0).wait()
+    if into is None:
+        return host.to(where)
+    if not direct:
+        into.detach().copy_(host)
+    return into
+
+
+def _is_plain(tensor):
+    """Do the tensor's bytes lie in host memory just as they are sent?"""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
+
+
+def _host_tensor(shape, dtype, pinned):
+    if pinned:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _bytes(dense):
+    flat = dense.as_strided((dense.numel(),), (1,))  # [1::2] of two has stride 2
+    return flat.view(torch.uint8)
+
+
+def _write_header(data, tensor, stamp, title=b""):
+    dims = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+    kind = _CODES[tensor.dtype], tensor.dim(), *dims
+    _HEADER.pack_into(data, 0, _MAGIC, *kind, title, *stamp)
+
+
+def _read_header(data, source):
+    """Return (shape, dtype, title, stamp)."""
+    magic, code, n_dims, *rest = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise TypeError(
             f"what rank {source} sent was not sent by labs.kit.messages: use its send "
             "and receive on both sides."
         )
-    name = rest[_MAX_DIMS].rstrip(b"\0").decode(errors="replace")
-    sent, busy, number = rest[_MAX_DIMS + 1 :]
-    shape = torch.Size(rest[:n_dims])
-    return shape, _DTYPES[dtype], name, (sent, busy, int(number))
+    title, begun, busy, number = rest[_MAX_DIMS:]
+    shape, title = torch.Size(rest[:n_dims]), title.rstrip(b"\0").decode()
+    return shape, _DTYPES[code], title, (begun, busy, int(number))
 
 
 def _kind(shape, dtype):
@@ -221,7 +319,7 @@ def _kind(shape, dtype):
 
 
 def _tagged(tag):
-    return f" (tag {tag})" if tag else ""
+    return "" if tag is None else f" (tag {tag})"
 
 
 # ---- all ranks together ------------------------------------------------------------
@@ -236,79 +334,93 @@ def all_reduce(tensor, op="sum", name=""):
     """
     if op not in ("sum", "avg", "max", "min"):
         raise ValueError(f"op must be sum, avg, max or min, not {op!r}.")
-    if op == "avg" and not tensor.is_floating_point():
-        raise TypeError(f"there is no average in {tensor.dtype}: convert it to float.")
-    with _together("all_reduce", tensor, name or op) as total:
-        if total is not None:
-            reduce = {"avg": "sum"}.get(op, op).upper()
-            dist.all_reduce(total, getattr(dist.ReduceOp, reduce))
-            total = total / n_ranks() if op == "avg" else total
-            tensor.detach().copy_(total)
+    with _together("all_reduce", tensor, f"{op} {name}") as work:
+        if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(f"no average in {tensor.dtype}: convert it to float.")
+        if work:
+            total = _dense(tensor, _SUMMED_IN.get(tensor.dtype, tensor.dtype))
+            how = "SUM" if op == "avg" else op.upper()
+            dist.all_reduce(total, getattr(dist.ReduceOp, how))
+            if op == "avg":
+                total /= n_ranks()
+            _put(total, tensor)
     return tensor
 
 
 def broadcast(tensor, source=0, name=""):
     """Give every rank, in place, the tensor of rank `source`; return it."""
-    with _together("broadcast", tensor, name or f"from rank {source}") as copy:
-        if copy is not None:
-            dist.broadcast(copy, source)
-            tensor.detach().copy_(copy)
+    if not isinstance(source, int) or not 0 <= source < n_ranks():
+        raise ValueError(f"no rank {source!r}: there are ranks 0 to {n_ranks() - 1}.")
+    with _together("broadcast", tensor, f"from rank {source} {name}") as work:
+        if work:
+            copy = _dense(tensor, tensor.dtype)
+            dist.broadcast(_bytes(copy), source)
+            _put(copy, tensor)
     return tensor
 
 
 def all_gather(tensor, name=""):
     """Return the list of all ranks' tensors, in rank order."""
-    parts = [tensor.detach().clone()]
-    with _together("all_gather", tensor, name, widen=False) as mine:
-        if mine is not None:
-            parts = [torch.empty_like(mine) for _ in range(n_ranks())]
-            dist.all_gather(parts, mine)
+    with _together("all_gather", tensor, name) as work:
+        mine = _dense(tensor, tensor.dtype)
+        parts = [mine.clone() for _ in range(n_ranks())]
+        if work:
+            dist.all_gather([_bytes(part) for part in parts], _bytes(mine))
     return [part.to(tensor.device) for part in parts]
 
 
 def barrier():
     """Wait until every rank has come here."""
-    with _together("barrier", torch.zeros(0), ""):
+    with _together("barrier", torch.empty(0)):
         pass  # comparing headers is a meeting of all ranks
 
 
 @contextlib.contextmanager
-def _together(call, tensor, name, widen=True):
-    """Compare the ranks' headers, then yield a dense host copy to work on; None for a
-    world of one or an empty tensor, where there is nothing to do."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{call} takes a tensor, not {type(tensor).__name__}.")
+def _together(call, tensor, detail=""):
+    """Meet all ranks, who must come with the same call and the same kind of tensor.
+
+    Yields whether there is work: not in a world of one, nor for an empty tensor.
+    """
+    _check(tensor)
     if n_ranks() == 1:
-        yield None
+        yield False
         return
-    called = clock.current.now() if clock.current else 0.0
+    since = clock.current.ready()
     with _call(call):
-        times = _agree(call, tensor, name, called)
-        if not tensor.numel():
-            yield None
-        else:
-            half = widen and tensor.dtype in (torch.float16, torch.bfloat16)
-            copy = tensor.detach().to("cpu" if staged else tensor.device)
-            copy = copy.to(torch.float32) if half else copy
-            yield copy.clone(memory_format=torch.contiguous_format)
-    if clock.current:
-        clock.current.together(call, called, times, nbytes(tensor))
+        times = _agree(f"{call} {detail}".strip(), tensor, since)
+        yield tensor.numel() > 0
+    clock.current.together(call, times, nbytes(tensor), since)
 
 
-def _agree(call, tensor, name, called):
-    """Raise on every rank if the ranks do not come with the same call and tensor."""
-    header = _header(tensor, 0, (called, 0.0, 0), f"{call} {name}")
-    headers = [torch.empty_like(header) for _ in range(n_ranks())]
-    dist.all_gather(headers, header)
-    seen = [_read(other, peer) for peer, other in enumerate(headers)]
+def _agree(title, tensor, since):
+    """Raise on every rank if the ranks differ; return when each of them came."""
+    excess = len(title.encode()) - _MAX_TITLE
+    if excess > 0:
+        raise ValueError(f"the name is too long: leave out {excess} bytes.")
+    data, mine = _buffer(_HEADER.size)
+    _write_header(data, tensor, (since, 0.0, 0), title.encode())
+    buffers = [_buffer(_HEADER.size) for _ in range(n_ranks())]
+    dist.all_gather([header for _, header in buffers], mine)
+    seen = [_read_header(data, peer) for peer, (data, _) in enumerate(buffers)]
     for peer, (shape, dtype, title, _) in enumerate(seen):
         if (shape, dtype, title) != seen[0][:3]:
             raise TypeError(
-                f"the ranks do not call the same thing: rank 0 comes with "
-                f"{seen[0][2].strip()} of {_kind(*seen[0][:2])}, rank {peer} with "
-                f"{title.strip()} of {_kind(shape, dtype)}."
+                f"the ranks do not call the same thing: rank 0 comes with {seen[0][2]} "
+                f"of {_kind(*seen[0][:2])}, rank {peer} with {title} of "
+                f"{_kind(shape, dtype)}."
             )
     return [stamp[0] for *_, stamp in seen]
+
+
+def _dense(tensor, dtype):
+    """Return the tensor itself, or a copy, where and as the backend can take it."""
+    dense = tensor.detach().to("cpu" if staged else tensor.device, dtype)
+    return dense.resolve_conj().resolve_neg().contiguous()
+
+
+def _put(dense, tensor):
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
 
 
 def clock_offset(rounds=8):
@@ -324,7 +436,7 @@ def clock_offset(rounds=8):
                 receive(peer)
                 send(torch.tensor(clock.Wall().now(), dtype=torch.float64), peer)
                 continue
-            send(torch.zeros(0), 0)
+            send(torch.empty(0), 0)
             theirs = receive(0).item()
             end = clock.Wall().now()
             best = min(best, (end - start, theirs - (start + end) / 2))

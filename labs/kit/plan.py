@@ -40,13 +40,15 @@ def plan(n_ranks, n_gpus=0, cores=1, env=(), backend="auto", local_ranks=None):
     here = local_ranks or n_ranks
     gpus = 0 if env.get("LABS_DEVICE") == "cpu" else n_gpus
     if backend == "nccl" and gpus < here:
+        fewer = f", or start at most {_count(gpus, 'rank')}" if gpus else ""
         raise ValueError(
             f"nccl needs a GPU per rank, and this is {_count(here, 'rank')} on "
-            f"{_count(gpus, 'GPU')}: use backend='auto' (ranks then share what there "
-            f"is, over gloo) or start at most {_count(max(gpus, 1), 'rank')}."
+            f"{_count(gpus, 'GPU')}: use backend='auto' (over gloo, ranks share what "
+            f"there is){fewer}."
         )
-    set_threads = env.get("OMP_NUM_THREADS", "")
-    threads = int(set_threads) if set_threads.isdigit() else max(1, cores // here)
+    wish = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    threads = int(wish) if wish.isdecimal() else 0
+    threads = threads or max(1, cores // here)
     if gpus == 0:
         return Plan(n_ranks, "cpu", "gloo", ("cpu",) * here, threads)
     devices = tuple(f"cuda:{rank % gpus}" for rank in range(here))

@@ -5,13 +5,14 @@
     check(model, sizes, x)  refuses a cut through a tied weight or a skip connection
 """
 
-import copy
+import contextlib
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from labs.kit import toy
+from labs.kit import rng, toy
 from labs.kit.meter import Meter
 
 
@@ -61,78 +62,172 @@ def ranges(sizes):
 def check(model, sizes, sample):
     """Raise ValueError if stages of `sizes` layers would not train `model` rightly.
 
-    Every stage is copied by itself, as a rank has it, and a small `sample` of inputs
-    goes through all of them forward and backward: outputs and gradients must be those
-    of the whole model. A tied weight or a skip over a boundary is found here.
+    Each stage runs by itself, as on its rank: its input and the gradient of its output
+    must lead to the output and the gradients that it has in the whole model, on a small
+    `sample` of inputs. That finds tied weights and connections that skip a boundary,
+    however they are written.
     """
+    if not isinstance(model, nn.Sequential):
+        raise TypeError(f"cut an nn.Sequential, not a {type(model).__name__}.")
+    if sum(sizes) != len(model):
+        raise ValueError(f"stages of {sizes} layers do not make {len(model)} layers.")
     stages = [model[span.start : span.stop] for span in ranges(sizes)]
-    _refuse_tied(stages)
-    whole = copy.deepcopy(model)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            _gradients([whole], sample)
-        with torch.random.fork_rng(devices=[]):
-            parts = [copy.deepcopy(stage) for stage in stages]
-            _gradients(parts, sample)
-    except (RuntimeError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{_CUT} ({type(error).__name__}: {error}).") from None
-    found = {name: p for part in parts for name, p in part.named_parameters()}
-    for name, parameter in whole.named_parameters():
-        if not _same(parameter.grad, found[name].grad):
-            raise ValueError(f"{_CUT} (the gradient of {name} would be wrong).")
+    owners = _owners(stages)
+    with _unchanged(model) as reset:
+        runs = _run_whole(stages, sample)
+        for number in reversed(range(len(runs))):  # who misses something comes first
+            _leave_other_data(model, sample)
+            reset()
+            trouble = _trouble(number, runs[number], owners)
+            if trouble:
+                raise ValueError(
+                    f"stage {number} by itself {trouble}: cut elsewhere, so that both "
+                    "ends of a connection are in one stage, or hand the tensor on from "
+                    "layer to layer."
+                )
+        _leave_other_data(model, sample)  # and no graph
 
 
-_CUT = (
-    "this cut goes through a connection that skips a stage: put both its ends into one "
-    "stage, or hand the skipped tensor on from layer to layer"
-)
-
-
-def _refuse_tied(stages):
-    owner = {}
+def _owners(stages):
+    """Return {id of a weight: (its name, stage)}; ValueError if two stages have one."""
+    owners, users = {}, {}
     for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            first, where = owner.setdefault(id(parameter), (name, number))
-            if where != number:
+        for name, weight in stage.named_parameters():
+            owners[id(weight)] = name, number
+            memory = weight.untyped_storage().data_ptr()
+            first, where = users.setdefault(memory, (name, number))
+            if where != number and memory and weight.requires_grad:
                 raise ValueError(
                     f"{first} of stage {where} and {name} of stage {number} are one "
                     "tied weight: put both layers into one stage, or untie them."
                 )
+    return owners
 
 
-def _gradients(stages, x):
-    """Run stages one after the other, each with a graph of its own, then back."""
-    kept = []
+@contextlib.contextmanager
+def _unchanged(model):
+    """Runs inside change neither buffers nor gradients nor the random state of the
+    process; yields a function that puts a run's traces away."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gradients = [(weight, weight.grad) for weight in model.parameters()]
+
+    def reset():
+        for name, buffer in buffers.items():
+            model.get_buffer(name).copy_(buffer)
+        for weight, _ in gradients:
+            weight.grad = None
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            reset()
+            yield reset
+        finally:
+            reset()
+            for weight, gradient in gradients:
+                weight.grad = gradient
+
+
+def _leave_other_data(model, sample):
+    """Run on other inputs. What layers hand on behind the pipeline's back is then there
+    and wrong, as on another rank."""
+    other = sample + 1 if sample.is_floating_point() else torch.zeros_like(sample)
+    with torch.no_grad():
+        model(other)
+
+
+class _Run(NamedTuple):
+    """What a stage did within the whole model; x and y have their gradients."""
+
+    stage: nn.Sequential
+    random: tuple
+    x: torch.Tensor
+    y: torch.Tensor
+    gradients: dict
+
+
+def _run_whole(stages, x):
+    """Run stages as one model, forward and backward; return a _Run of each."""
+    flow, x = [], _leaf(x)
     for stage in stages:
-        x = x.detach().requires_grad_(x.is_floating_point())
-        kept.append((x, stage(x)))
-        x = kept[-1][1]
-    gradient = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape)
-    for x, y in reversed(kept):
-        y.backward(gradient)
-        gradient = x.grad
+        random, y = rng.state(x.device), stage(x)
+        if not isinstance(y, torch.Tensor):
+            raise ValueError(
+                f"stage {len(flow)} ends in a {type(y).__name__}: cut the model where "
+                "one tensor passes."
+            )
+        if y.requires_grad:
+            y.retain_grad()
+        flow.append((stage, random, x, y))
+        x = y
+    y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape))
+    return [_Run(*one, _gradients(one[0])) for one in flow]
+
+
+def _leaf(x):
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def _gradients(stage):
+    return {f"gradient of {name}": p.grad for name, p in stage.named_parameters()}
+
+
+def _trouble(number, run, owners):
+    """Say what a stage alone does otherwise than in a `run` of the whole model."""
+    x = _leaf(run.x)
+    try:
+        with rng.again(run.random):
+            y = run.stage(x)
+    except Exception as error:  # whatever its layers raise
+        return f"cannot run ({type(error).__name__}: {error})"
+    for weight in _leaves(y):
+        name, where = owners.get(id(weight), ("", number))
+        if where != number:
+            return f"uses {name} of stage {where}"
+    if y.requires_grad and run.y.grad is not None:
+        y.backward(run.y.grad)
+    if number and x.grad is None:
+        return f"has no gradient for stage {number - 1}"
+    its = {"output": run.y, "gradient of its input": run.x.grad, **run.gradients}
+    mine = {"output": y, "gradient of its input": x.grad, **_gradients(run.stage)}
+    if not run.x.requires_grad:  # the stages before have nothing to train
+        mine["gradient of its input"] = None
+    wrong = [what for what in its if not _same(mine[what], its[what])]
+    return f"has another {wrong[0]} than in the whole model" if wrong else None
+
+
+def _leaves(y):
+    """Yield the tensors at which the graph of y ends."""
+    seen, to_do = set(), [y.grad_fn]
+    while to_do:
+        node = to_do.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            to_do += [before for before, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
 
 
 def _same(a, b):
     if a is None or b is None:
         return a is b
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-6 * float(a.abs().max()))
+    a, b = a.detach().double(), b.detach().double()
+    return torch.allclose(a, b, 1e-4, 1e-6 * float(a.norm()), equal_nan=True)
 
 
 def remarks(model):
-    """Return sentences on layers for which microbatches are not the whole batch."""
-    batch_norm = nn.modules.batchnorm._BatchNorm
+    """Return sentences: why microbatches of this model need not equal the batch."""
+    dropout, batch_norm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
     said = []
     if any(isinstance(layer, batch_norm) for layer in model.modules()):
         said.append(
-            "BatchNorm normalises each microbatch by itself and updates its running "
-            "statistics once per microbatch (twice with recompute): the weights will "
+            "BatchNorm normalises each microbatch by itself, and updates its running "
+            "statistics once per microbatch (twice with recompute): the weights need "
             "not equal those of one process."
         )
-    if any(isinstance(m, nn.Dropout) and m.p for m in model.modules()):
+    if any(isinstance(layer, dropout) and layer.p for layer in model.modules()):
         said.append(
-            "Dropout draws a mask per microbatch and stage: the weights equal those of "
-            "one process only in distribution."
+            "Dropout draws a mask per microbatch, on each rank: the weights need not "
+            "equal those of one process."
         )
     return said
 
@@ -142,9 +237,9 @@ def weigh(config):
 
     inside: all that a forward keeps for its backward; boundary: its input alone. The
     output is kept until then too, except with recompute.
-    config: a lab's Config, with worker(rank), cut(batch) and the model's name.
+    config: a lab's Config, with worker(rank) and cut(batch).
     """
-    inputs, targets = toy.batch(config.model, config.batch)
+    inputs, targets = config.data(0)
     parts, wanted = config.cut(inputs), config.cut(targets)
     inside, boundary = [], []
     for rank in range(config.n_ranks()):

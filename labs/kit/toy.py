@@ -12,7 +12,10 @@ import operator
 import zlib
 from collections import OrderedDict
 from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -165,8 +168,14 @@ def loss_sum(outputs, targets):
 
 
 def n_valid(targets):
-    """How many targets count: the divisor that turns the sum into the mean."""
-    return int((targets != IGNORE).sum())
+    """How many targets count: the divisor that turns the sum into the mean.
+
+    Raises ValueError if no target counts.
+    """
+    count = int((targets != IGNORE).sum())
+    if not count:
+        raise ValueError(f"every target is {IGNORE}: a mean needs at least one valid.")
+    return count
 
 
 def reference_step(model, inputs, targets, optimizer=None):
@@ -176,11 +185,8 @@ def reference_step(model, inputs, targets, optimizer=None):
     in `.grad`; with an `optimizer`, the weights move too. Raises ValueError if no
     target is valid.
     """
-    count = n_valid(targets)
-    if not count:
-        raise ValueError(f"every target is {IGNORE}: a mean needs at least one valid.")
     model.zero_grad()
-    loss = loss_sum(model(inputs), targets) / count
+    loss = loss_sum(model(inputs), targets) / n_valid(targets)
     loss.backward()
     if optimizer:
         optimizer.step()
@@ -255,8 +261,10 @@ def _text():
 
 @cache
 def _digits():
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.tensor(data.images / 8 - 1, dtype=torch.float32)  # from 0 to 16
-    return images.unsqueeze(1), torch.tensor(data.target, dtype=torch.int64)
+    """What scikit-learn's `load_digits` reads, from its file: importing it would take
+    each rank longer than many a training run."""
+    package = find_spec("sklearn").submodule_search_locations[0]
+    file = Path(package, "datasets", "data", "digits.csv.gz")
+    rows = torch.from_numpy(np.loadtxt(file, np.float32, delimiter=","))
+    images = rows[:, :64].reshape(-1, 1, 8, 8) / 8 - 1  # from 0 to 16
+    return images, rows[:, 64].long()

@@ -11,9 +11,12 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 import types
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
 import torch
@@ -23,44 +26,46 @@ from labs.kit import carry, clock, messages, rank, torchrun, watchdog
 from labs.kit import plan as planning
 from labs.kit.watchdog import Deadlock, Failure, RankFailed, Status
 
-_GRACE = 0.5  # seconds in which the true cause may still arrive after an echo of it
-_MAX_OUTPUT = 1 << 20  # bytes printed per rank; a print in an endless loop stops there
+_TICK = 0.1  # seconds between two looks at ranks that say nothing
+_MAX_OUTPUT = 4 << 20  # bytes shown per rank: a print in an endless loop stops there
+_starting = threading.Lock()  # launches from several threads start one after the other
 
 
 def launch(fn, n_ranks, *args, backend="auto", limit=None):
-    """Run fn(rank, n_ranks, *args) on n_ranks ranks; return their results in rank order.
+    """Run fn(rank, n_ranks, *args) on n_ranks ranks; return all results in rank order.
 
     fn: any function, also a lambda or closure from a notebook cell. backend: "auto",
     "gloo" or "nccl". limit: seconds after which the run is ended (None: no limit; a
     deadlock is found in seconds all the same).
-    Raises RankFailed (Deadlock) naming the rank, its line and the cause; ValueError for
-    what cannot run. Whatever happens, no process is left.
+    Raises RankFailed (Deadlock) naming the rank, its line and the cause; ValueError or
+    TypeError, before a rank starts, for what cannot run. No process is left.
     """
     if not callable(fn):
         raise TypeError(f"launch takes a function first, not {type(fn).__name__}.")
     if "LABS_RANK" in os.environ:
         raise RuntimeError("launch() was called inside a rank: call it from outside.")
+    if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+        raise ValueError(f"limit is a time in seconds above 0, or None, not {limit!r}.")
+    if sys.platform == "win32":
+        raise RuntimeError("ranks need Linux or macOS: on Windows, use WSL.")
     if torchrun.started_us():
-        return torchrun.join(fn, n_ranks, args, backend)
-    run = _Run(plan(n_ranks, backend), limit)
+        return torchrun.join(fn, n_ranks, args, backend, limit)
+    run = _Run(plan(n_ranks, backend))
     try:
         run.start(_packed(fn, args))
-        return run.results()
+        return run.results(limit)
     finally:
         run.end()
 
 
 def plan(n_ranks, backend="auto"):
     """Return the Plan for this machine as it is now."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return planning.plan(n_ranks, gpus, cores(), os.environ, backend)
+    return planning.plan(n_ranks, *rank.machine(), os.environ, backend)
 
 
 def cores():
     """Return how many CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return rank.machine()[1]
 
 
 def here():
@@ -72,12 +77,13 @@ def here():
 
 def warm_up():
     """Start the fork server now, so that the first launch need not wait for it."""
-    context = _context()
-    if context.get_start_method() == "forkserver":
-        from multiprocessing import forkserver
-
-        with _without_main():
-            forkserver.ensure_running()
+    if _context().get_start_method() == "forkserver":
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            with _without_main():
+                forkserver.ensure_running()  # it inherits that interrupts are blocked
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _context():
@@ -99,129 +105,154 @@ def _packed(fn, args):
         ) from None
 
 
+def _unpacked(result):
+    try:
+        return carry.unpack(result)
+    except Exception as error:
+        raise TypeError(f"a rank's result cannot be read here: {error}.") from None
+
+
 @contextlib.contextmanager
 def _without_main():
     """Keep multiprocessing from running the caller's script again in every rank."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 class _Rank:
-    """The parent's view of one rank."""
+    """The parent's view of one rank: what it has said and printed."""
 
     def __init__(self, number, context):
         self.number, self.process = number, None
-        self.control, self._control = context.Pipe()
-        self.out, self._out = context.Pipe(duplex=False)
-        self.err, self._err = context.Pipe(duplex=False)
-        self.status, self.failure, self.result = Status(), None, None
-        self.text = {"out": b"", "err": b"", "crash": b""}
-        self.printed = 0
+        self.control, control = context.Pipe()
+        lifeline, self._lifeline = context.Pipe(duplex=False)
+        ends = {name: context.Pipe(duplex=False) for name in ("out", "err", "crash")}
+        self.pipes = {name: ours for name, (ours, _) in ends.items()}
+        self._theirs = control, lifeline, *(theirs for _, theirs in ends.values())
+        self.text = dict.fromkeys(ends, b"")
+        self._room = dict.fromkeys(ends, _MAX_OUTPUT)
+        self.status = self.failure = self.result = None
 
-    def start(self, context, plan, meeting, packed, environment):
-        theirs = self._control, self._out, self._err
+    def start(self, context, *args):
         self.process = context.Process(
-            target=rank.main,
-            args=(self.number, plan, meeting, packed, environment, *theirs),
-            daemon=True,
+            target=rank.main, args=(self.number, *args, *self._theirs)
         )
         self.process.start()
-        for end in theirs:
+        for end in self._theirs:
             end.close()
 
-    def pump(self, ready):
-        """Read what the rank has printed and said, without waiting."""
-        for name, pipe in (("out", self.out), ("err", self.err)):
-            while pipe in ready or (not pipe.closed and pipe.poll()):
-                data = _read(pipe)
-                if not data:
-                    break
-                self.text[name] += data
-                ready = [other for other in ready if other is not pipe]
-        # A crash in C ends with a dump of all threads: it is read, not printed.
-        err, start, dump = self.text["err"].partition(b"Fatal Python error")
-        if start or self.text["crash"]:
-            self.text["err"] = err if start else b""
-            self.text["crash"] += dump or err
+    def handles(self):
+        """Return what may have news."""
+        pipes = [p for p in (self.control, *self.pipes.values()) if not p.closed]
+        over = self.result or self.failure
+        return pipes if over else [*pipes, self.process.sentinel]
+
+    def pump(self):
+        """Take in what the rank has said and printed, without waiting.
+
+        The order matters: what it said before it ended is in the pipes when it has
+        ended, and what it printed before it said so is there when it has said so.
+        """
+        ended = not self.process.is_alive()
         while not self.control.closed and self.control.poll():
             try:
                 self._hear(*self.control.recv())
             except (EOFError, OSError):
                 self.control.close()
+        for name, pipe in self.pipes.items():
+            self._keep(name, _read(pipe))
+        if ended and not (self.result or self.failure):
+            self._bury()
 
     def _hear(self, kind, payload):
-        if kind == "status" and self.result is None:
+        if kind == "status" and not self.result:
             self.status = payload
         elif kind == "returned":
             self.result, self.status = payload, Status(returned=True)
-        elif kind == "failed" and self.failure is None:
-            self.failure = payload
+        elif kind == "failed":
+            self.failure = self.failure or payload
 
-    def check(self):
+    def _keep(self, name, data):
+        room = self._room[name]
+        self._room[name] = max(0, room - len(data))
+        self.text[name] += data[:room]
+        if len(data) > room > 0:
+            self.text[name] += b"\n(and more, which is not shown)\n"
+
+    def _bury(self):
         """A process that is gone without a word was killed, or exited."""
-        if self.result or self.failure or self.process.is_alive():
-            return
-        self.pump([])
-        self.failure = self.failure or self._gone()
+        crash = self.text["crash"].decode(errors="replace")
+        place = watchdog.place_of_crash(crash) or (self.status and self.status.place)
+        why = watchdog.exit_in_words(self.process.exitcode)
+        self.failure = Failure(self.number, "killed", why, place, time.time())
 
-    def _gone(self):
-        code = self.process.exitcode
-        dump = self.text["crash"].decode(errors="replace")
-        place = rank.where_is(dump) or self.status.place
-        text = watchdog.exit_in_words(code)
-        return Failure(self.number, "killed", text, place, time.time())
+    def show(self, last=False):
+        """Print what the rank has printed, as whole lines with its number."""
+        for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+            done, newline, rest = self.text[name].rpartition(b"\n")
+            if last and rest:
+                done, rest = self.text[name], b""
+            elif not newline:
+                continue
+            self.text[name] = rest
+            # Of a progress bar, which goes back by \r, the last state is shown.
+            lines = done.decode(errors="replace").split("\n")
+            lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+            stream.write("".join(f"[rank {self.number}] {line}\n" for line in lines))
+            stream.flush()
 
-    def end(self):
-        """Kill the process with all that it started, and close the pipes."""
-        if self.process is not None and self.process.pid:
+    def kill(self):
+        """Kill the process with all that it has started."""
+        if self.process and self.process.pid:
             with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, 9)
-            if self.process.is_alive():
-                self.process.kill()
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+
+    def close(self):
+        if self.process and self.process.pid:
             self.process.join(5)
-            self.process.close()
-        for pipe in (self.control, self._control, self.out, self._out, self.err,
-                     self._err):  # fmt: skip
+            with contextlib.suppress(ValueError):  # not ended: the system holds it
+                self.process.close()
+        for pipe in (self.control, self._lifeline, *self.pipes.values(), *self._theirs):
             pipe.close()
 
 
 def _read(pipe):
-    """Return what is in a pipe; close it and return nothing at its end."""
-    try:
-        data = os.read(pipe.fileno(), 1 << 16)
-    except OSError:
-        data = b""
-    if not data:
-        pipe.close()
+    """Return what is in a pipe, up to about 1 MB; close it at its end."""
+    data = b""
+    while not pipe.closed and len(data) < 1 << 20 and pipe.poll():
+        more = os.read(pipe.fileno(), 1 << 16)
+        data += more
+        if not more:
+            pipe.close()
     return data
 
 
 class _Run:
-    """One launch: the ranks, and what has been heard of them."""
+    """One launch: its ranks, and what has been heard of them."""
 
-    def __init__(self, plan, limit):
-        self.plan, self.limit = plan, limit
-        self.context = _context()
-        self.ranks = []
-        self.changed = self.begun = time.monotonic()
+    def __init__(self, plan):
+        self.plan, self.ranks, self.store = plan, [], None
         self.name = f"{os.getpid()}-{time.monotonic_ns()}"
 
     def start(self, packed):
-        store = dist.TCPStore("127.0.0.1", 0, self.plan.n_ranks, True,
-                              wait_for_workers=False)  # fmt: skip
-        self.store = store  # it lives as long as the run; the port is a free one
-        environment = self._environment()
+        warm_up()
+        context, n_ranks = _context(), self.plan.n_ranks
+        # The store lives as long as the run; port 0 is any free one.
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, n_ranks, True, wait_for_workers=False
+        )
+        meeting, environment = ("127.0.0.1", self.store.port), self._environment()
         with _without_main():
-            for number in range(self.plan.n_ranks):
-                self.ranks.append(_Rank(number, self.context))
-                self.ranks[-1].start(
-                    self.context, self.plan, ("127.0.0.1", store.port), packed,
-                    environment,
-                )  # fmt: skip
+            for number in range(n_ranks):
+                one = _Rank(number, context)
+                self.ranks.append(one)
+                one.start(context, self.plan, meeting, packed, environment)
 
     def _environment(self):
         """The notebook's environment, without a world that it may have left there."""
@@ -233,87 +264,62 @@ class _Run:
         kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         return {**kept, "LABS_RUN": self.name, "LABS_RANK": "1"}
 
-    def results(self):
+    def results(self, limit):
         """Watch until all have returned; raise as soon as one cannot."""
-        while not all(one.result for one in self.ranks):
-            self._listen()
-            self._judge()
-        self._drain()
-        return [rank.loads(one.result) for one in self.ranks]
+        self.watch = watchdog.Watch(self.plan.n_ranks, limit)
+        try:
+            while not all(one.result for one in self.ranks):
+                self._listen()
+                self._judge()
+        except KeyboardInterrupt:
+            self._show_rest()
+            where = watchdog.table(self.watch.statuses)
+            print(f"Interrupted. The ranks were here:\n{where}", file=sys.stderr)
+            raise
+        self._show_rest()
+        return [_unpacked(one.result) for one in self.ranks]
 
-    def _listen(self, seconds=0.1):
-        pipes = [
-            pipe
-            for one in self.ranks
-            for pipe in (one.control, one.out, one.err, one.process.sentinel)
-            if isinstance(pipe, int) or not pipe.closed
-        ]
-        ready = wait(pipes, seconds)
+    def _listen(self):
+        wait([pipe for one in self.ranks for pipe in one.handles()], _TICK)
         for one in self.ranks:
-            had = one.result
-            one.pump(ready)
-            one.check()
-            if one.result is not had:
-                self.changed = time.monotonic()
-        self._print_live()
+            known = one.status
+            one.pump()
+            if one.status is not known:
+                self.watch.hear(one.number, one.status)
+        self._show_live()
 
     def _judge(self):
-        failures = [one.failure for one in self.ranks if one.failure]
-        if failures:
-            self._wait_for_the_cause()
-            failures = [one.failure for one in self.ranks if one.failure]
-            self._raise(watchdog.culprit(failures))
-        now = time.monotonic()
-        statuses = [one.status for one in self.ranks]
-        verdict = watchdog.deadlock(statuses, now - self.changed)
+        if any(one.failure for one in self.ranks):
+            failures = lambda: [one.failure for one in self.ranks if one.failure]
+            self._raise(watchdog.cause(failures, self._listen))
+        verdict = self.watch.verdict()
         if verdict:
             self._raise(verdict)
-        if self.limit and now - self.begun > self.limit:
-            self._raise(watchdog.late(statuses, self.limit))
-
-    def _wait_for_the_cause(self):
-        until = time.monotonic() + _GRACE
-        while time.monotonic() < until:
-            self._listen(until - time.monotonic())
 
     def _raise(self, failure):
-        self._drain()
+        self._show_rest()
         raise (Deadlock if failure.kind == "deadlock" else RankFailed)(failure)
 
-    def _print_live(self):
+    def _show_live(self):
         """Print whole lines of the first rank that is not finished; the others' lines
         wait for their turn, so that the order is always the same."""
         for one in self.ranks:
-            _print_lines(one, last=False)
+            one.show()
             if not one.result:
                 return
 
-    def _drain(self):
+    def _show_rest(self):
         for one in self.ranks:
-            one.pump([])
-            _print_lines(one, last=True)
+            one.pump()
+            one.show(last=True)
 
     def end(self):
         for one in self.ranks:
-            one.end()
+            one.kill()
+        for one in self.ranks:
+            one.close()
         self.store = None
         shutil.rmtree(clock.folder_of(self.name), ignore_errors=True)
-
-
-def _print_lines(one, last):
-    """Print a rank's output as whole lines with its number."""
-    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-        done, newline, rest = one.text[name].rpartition(b"\n")
-        if last and rest:
-            done, newline, rest = one.text[name], b"\n", b""
-        one.text[name] = rest
-        for line in done.decode(errors="replace").split("\n") if newline else ():
-            one.printed += len(line)
-            if one.printed > _MAX_OUTPUT:
-                continue
-            shown = line.rstrip("\r").rpartition("\r")[2]  # the last state of a bar
-            print(f"[rank {one.number}] {shown}", file=stream)
-        stream.flush()
 
 
 if "ipykernel" in sys.modules and "LABS_RANK" not in os.environ:
