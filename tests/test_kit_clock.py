@@ -141,7 +141,8 @@ def test_collectives_are_charged_as_rings_and_wait_for_the_last():
 
 
 def a_port_still_busy(rank, n_ranks):
-    """The collective begins when rank 0's message has left its port."""
+    """The collective begins when rank 0's message has left its port; the message has
+    then arrived, though rank 1 takes it later."""
     if rank == 0:
         isend(torch.zeros(10, dtype=torch.uint8), 1)
     messages.all_reduce(torch.zeros(2, dtype=torch.uint8))
@@ -153,6 +154,7 @@ def test_a_collective_waits_for_the_port():
     (spans,) = run(2, recorded(Virtual(Unit(), Link(0, 1.0)), a_port_still_busy))
     begun = [[s.start for s in mine if s.name == "all_reduce"] for mine in spans]
     assert begun == [[10.0], [10.0]]
+    assert [s.end for s in spans[1] if s.name == "receive"] == [10.0]
 
 
 # ---- virtual time is that of simulate ------------------------------------------------

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 
 import cloudpickle
@@ -338,24 +338,16 @@ def test_a_port_in_use_does_not_matter():
             assert world.launch(reduced, 2) == [3, 3]
 
 
-def meets(rank, n_ranks, name):
-    time.sleep(0.2)
-    names = [None] * n_ranks
-    dist.all_gather_object(names, name)
-    return set(names)
-
-
-def met(name):
-    return world.launch(meets, 2, name)
-
-
 def test_worlds_side_by_side_do_not_mix():
-    context = multiprocessing.get_context("forkserver")
-    processes, threads = ProcessPoolExecutor(2, context), ThreadPoolExecutor(2)
-    with processes, threads:
-        runs = {name: processes.submit(met, name) for name in "ab"}
-        runs.update((name, threads.submit(met, name)) for name in "cd")
-        assert all(run.result() == [{name}, {name}] for name, run in runs.items())
+    def meets(rank, n_ranks, name):
+        time.sleep(0.2)
+        names = [None] * n_ranks
+        dist.all_gather_object(names, name)
+        return set(names)
+
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(world.launch, meets, 2, name) for name in "abc"]
+        assert [run.result() for run in runs] == [[{name}, {name}] for name in "abc"]
 
 
 def test_a_fork_server_that_died_is_started_again():
@@ -381,14 +373,19 @@ def test_no_descriptor_is_left_open():
 # ---- scripts -------------------------------------------------------------------------
 
 PLAIN = """
+import os
+import torch.distributed as dist
 from labs.kit import world
 print("the script runs")
-def work(rank, n_ranks):
-    if n_ranks == 3:
-        raise ValueError("no such layer")
-    return rank
-print(world.launch(work, 2))
-world.launch(work, 3)
+def meets(rank, n_ranks, name):
+    names = [None] * n_ranks
+    dist.all_gather_object(names, name)
+    return names
+for _ in range(3):
+    assert world.launch(meets, 2, os.getpid()) == [[os.getpid()] * 2] * 2
+def fails(rank, n_ranks):
+    raise ValueError("no such layer")
+world.launch(fails, 2)
 """
 
 HANGS = """
@@ -441,7 +438,8 @@ def scripts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
     holds_the_interpreter = "import ctypes; ctypes.PyDLL(None).sleep(1000)"
     found = {
-        "plain": Script(folder, "plain", PLAIN),
+        "one": Script(folder, "one", PLAIN),
+        "two": Script(folder, "two", PLAIN),
         "sleeps": Script(folder, "sleeps", HANGS.replace("HANG", "time.sleep(1000)")),
         "holds": Script(folder, "holds", HANGS.replace("HANG", holds_the_interpreter)),
     }
@@ -451,14 +449,14 @@ def scripts(tmp_path_factory):
         script.process.wait()
 
 
-def test_a_script_without_a_guard_runs_once_and_fails_with_a_code(scripts):
-    script = scripts["plain"]
-    assert script.process.wait(60) == 1
+@pytest.mark.parametrize("name", ["one", "two"])  # they run at the same time
+def test_a_script_without_a_guard_runs_once_and_fails_with_a_code(scripts, name):
+    script = scripts[name]
+    assert script.process.wait(100) == 1
     assert script.text().count("the script runs") == 1
-    assert "[0, 1]\n" in script.text()
     assert script.text().endswith(
         "RankFailed: rank 0 raised ValueError: no such layer\n"
-        '  at plain.py, line 6: raise ValueError("no such layer")\n'
+        f'  at {name}.py, line 13: raise ValueError("no such layer")\n'
     )
 
 

@@ -328,6 +328,7 @@ F = 'def f():\n    """Say."""\n    return "something long enough"\n\n'
         (EXERCISE + "def f(): return 1\n\n" + CHECK + "1", "needs a docstring"),
         (EXERCISE + F.replace("f()", "g()") + CHECK + "1", "no function f"),
         (EXERCISE + F + CHECK + "f()", "cell f-check: NotImplementedError: your turn"),
+        (EXERCISE + F + CHECK + "'f: not yet.'", "fails its own check: 'f: not yet.'"),
         (EXERCISE + F + CHECK + "print(1);", "ends in `;`"),
         (EXERCISE + F + CHECK + "1\n\n# %%\n" + F, "a line of the answer to f: return"),
         ('# %% id="a"\n1\n\n# %% id="a"\n2', "2 cells called a"),

@@ -96,9 +96,9 @@ def bench_launch():
     world.launch(nothing, 4)
     warm = [seconds(world.launch, nothing, 4) for _ in range(7)]
     spawn = [seconds(mp.spawn, nothing, (4,), 4) for _ in range(3)]
-    ratio = statistics.median(spawn) / statistics.median(warm)
-    say("torch.multiprocessing.spawn / warm launch, 4 ranks", ratio, "at least 20",
-        f"{statistics.median(spawn):.2f} s and {statistics.median(warm):.3f} s")  # fmt: skip
+    spawn, warm = statistics.median(spawn), statistics.median(warm)
+    what = "torch.multiprocessing.spawn / warm launch, 4 ranks"
+    say(what, spawn / warm, "at least 20", f"{spawn:.2f} s and {warm:.3f} s")
 
 
 def bench_simulate():

@@ -207,6 +207,14 @@ def run(cells, root, path):
             cell.outputs = []
 
 
+def refuse_wrong_answers(solution):
+    """A check of labs.checks says "right", "not yet ..." or "your turn"."""
+    for cell in solution:
+        verdict = stored_text(cell) if cell.metadata.lab.role == "check" else ""
+        if "not yet" in verdict or "your turn" in verdict:
+            raise BuildError(f"The solution fails its own check: {verdict.strip()}")
+
+
 def share_outputs(student, solution):
     """Leave in the student's cells only what may stand there.
 
@@ -329,6 +337,7 @@ def build(root, key):
     if problems:
         raise BuildError("\n".join(problems))
     run(solution, root, paths[0])
+    refuse_wrong_answers(solution)
     run(student, root, paths[1])
     share_outputs(student, solution)
     release = release_hash(student)

@@ -184,7 +184,7 @@ class Wall(_Recorder):
         return self._zero_time + self._zero.elapsed_time(mark) / 1e3
 
     def sent(self, to, nbytes, microbatch, since):
-        """Its way through the host belongs to a message: it began before that."""
+        """Since then a GPU's tensor came to the host: its transfer had begun."""
         number = self._send(to, since, self.now(), nbytes, microbatch)
         return since, 0.0, number
 
@@ -263,7 +263,7 @@ class Virtual(_Recorder):
         end = begun + steps * self.link.seconds(share)
         self._wait(None, self.time, begun)
         self._add("transfer", name, begun, end, nbytes=nbytes)
-        self.time = self._out_free = self._in_free = end
+        self.time = end
 
 
 def _described(link, unit):
@@ -278,9 +278,9 @@ class Unit:
 
     unit = ""
 
-    def __init__(self, costs=None, phrase=None):
+    def __init__(self, costs=None):
         self.costs = {"F": 1.0, "B": 2.0} if costs is None else costs
-        self.phrase = phrase or "unit costs" + _listed(self.costs)
+        self.phrase = "unit costs" + _listed(self.costs)
 
     def __call__(self, rank, name, microbatch, work):
         if callable(self.costs):
@@ -312,14 +312,13 @@ class Flops:
 
 
 class _FlopCounter(TorchDispatchMode):
-    """Counts what torch's FlopCounterMode counts, but does not import the compiler
-    first, which takes every new process some seconds."""
+    """Counts what torch's FlopCounterMode counts, but starts at once."""
 
     total = 0
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False
+        return False  # or every new process imports the compiler, for seconds
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

@@ -123,7 +123,7 @@ def make_clock(name, config, link=Link()):  # noqa: B008 (immutable)
         name = "wall" if plan.place == "own" and link == Link() else "timed"
     if name == "wall":
         if link != Link():
-            raise ValueError("wall time has the links of this machine: drop the others.")
+            raise ValueError("wall time has the links of this machine, no others.")
         return clock.Wall()
     cost = {
         "unit": lambda: clock.Unit(config.costs()),

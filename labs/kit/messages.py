@@ -123,7 +123,7 @@ def isend(tensor, to, tag=None):
     _last["to", to, tag or 0] = wire.numel()
     _write_header(data, tensor, stamp)
     parts = [block, wire]
-    if wire.numel() <= _room(data):
+    if wire.numel() <= _room(block):
         block[_HEADER.size :][: wire.numel()] = wire
         parts = [block]
     send = dist.group.WORLD.send
@@ -164,7 +164,8 @@ def receive(source, tag=None, into=None):
 def exchange(tensor, to, source=None, tag=None, into=None):
     """Send to rank `to` while receiving from `source` (default `to`); return what came.
 
-    It cannot deadlock, whatever the order of ranks: the send does not block.
+    It cannot deadlock, whatever the order of ranks: the send does not block. into: as
+    for receive; it may be `tensor` itself, but must not overlap it in another way.
     """
     _check(tensor)
     if into is not None:
@@ -247,17 +248,17 @@ def _buffer(size):
     return data, torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _room(data):
-    return len(data) - _HEADER.size
+def _room(block):
+    return len(block) - _HEADER.size
 
 
 def _to_wire(tensor):
     """Return the tensor's bytes, flat, in host memory; a copy only where needed."""
-    host = tensor.detach()
+    tensor = tensor.detach()
     if not _is_plain(tensor):
-        host = _host_tensor(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
-        host.copy_(tensor.detach())  # waits for the GPU
-    return _bytes(host)
+        host = _host_tensor(tensor.shape, tensor.dtype, tensor.is_cuda)
+        tensor = host.copy_(tensor)  # waits for the GPU
+    return _bytes(tensor)
 
 
 def _from_wire(block, shape, dtype, source, tag, into):
