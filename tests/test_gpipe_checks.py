@@ -3,10 +3,13 @@
 import doctest
 import json
 import statistics
+import sys
+import threading
 from fractions import Fraction
 from pathlib import Path
 from random import Random
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -19,6 +22,9 @@ from labs.kit import messages
 from labs.kit.simulate import simulate
 from labs.kit.timeline import Op
 from tools import build_notebooks as builder
+
+# Answers of this file go to ranks as those of a notebook do; ranks need not import it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROOT = Path(__file__).resolve().parent.parent
 GRADED = {
@@ -298,8 +304,8 @@ def test_what_is_no_function_or_cannot_travel_is_told():
     assert verdict("gpipe", lab.gpipe(4, 8)) == (
         "gpipe: not yet. Hand over the function, not what it returns."
     )
-    with open(__file__) as file:
-        said = verdict("bubble_of", lambda *arguments: file)
+    lock = threading.Lock()
+    said = verdict("bubble_of", lambda *arguments: lock)
     assert "cannot be sent to ranks" in said
 
 

@@ -60,7 +60,7 @@ def test_programs_of_the_clocks(check, monkeypatch):
 
 
 class FakeHost(torch.Tensor):
-    """A pinned buffer, which can be moved to a GPU."""
+    """Memory of the host that can be moved to a GPU."""
 
     def to(self, device):
         assert device == FakeCuda.device
@@ -102,7 +102,7 @@ class Loop:
 @pytest.fixture
 def loop(monkeypatch):
     """Two ranks that share a fake GPU; `loop.pinned` are the host buffers' shapes."""
-    loop, make = Loop(), messages._host_tensor
+    loop, make, inside = Loop(), messages._host_tensor, messages._inside
     loop.pinned = []
 
     def host_tensor(shape, dtype, pinned):
@@ -111,9 +111,13 @@ def loop(monkeypatch):
         buffer = make(shape, dtype, pinned=False)
         return buffer.as_subclass(FakeHost) if pinned else buffer
 
+    def inside_host(*args):
+        return inside(*args).as_subclass(FakeHost)
+
     world = SimpleNamespace(group=SimpleNamespace(WORLD=loop))
     monkeypatch.setattr(messages, "dist", world)
     monkeypatch.setattr(messages, "_host_tensor", host_tensor)
+    monkeypatch.setattr(messages, "_inside", inside_host)
     monkeypatch.setattr(messages, "_last", {})
     monkeypatch.setattr(messages, "device", FakeCuda.device)
     monkeypatch.setattr(messages, "staged", True)
@@ -134,36 +138,42 @@ def across(loop, tensor, into=None):
     return received
 
 
-@pytest.mark.parametrize("shape", [(4,), (), (3, 5), (0, 2), (300, 100)])
-def test_a_gpus_tensor_travels_through_pinned_memory(loop, shape):
-    numel = torch.Size(shape).numel()
-    sent = torch.arange(float(numel)).reshape(shape)
+SMALL, LARGE = (3, 5), (300, 100)
+
+
+@pytest.mark.parametrize(
+    "shape, pinned", [(LARGE, [LARGE, LARGE]), (SMALL, []), ((), []), ((0, 2), [])]
+)
+def test_a_gpus_tensor_travels_through_the_host(loop, shape, pinned):
+    """A large one through pinned memory: once to send, once to receive."""
+    sent = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     received = across(loop, on_gpu(sent))
     assert type(received) is FakeCuda and received.device == FakeCuda.device
     assert received.tolist() == sent.tolist() and received.dtype == sent.dtype
-    assert loop.pinned == [shape, shape]  # once to send, once to receive
+    assert loop.pinned == pinned
 
 
-def test_into_a_gpus_tensor(loop):
+@pytest.mark.parametrize("n", [2, 20_000])
+def test_into_a_gpus_tensor(loop, n):
     """Also into a view, whose neighbours stay as they are."""
-    base = torch.zeros(4)
+    base, sent = torch.zeros(2 * n), torch.arange(1.0, n + 1)
     into = on_gpu(base)[::2]
     assert type(into) is FakeCuda
-    assert across(loop, on_gpu(torch.tensor([5.0, 6.0])), into) is into
-    assert base.tolist() == [5, 0, 6, 0]
+    assert across(loop, on_gpu(sent), into) is into
+    assert torch.equal(base[::2], sent) and not base[1::2].any()
 
 
 def test_into_the_hosts_memory(loop):
     """What a GPU sends may be wanted on the host: then only the sender stages."""
-    into = torch.zeros(2)
-    assert across(loop, on_gpu(torch.tensor([5.0, 6.0])), into) is into
-    assert into.tolist() == [5, 6] and loop.pinned == [(2,)]
+    into = torch.zeros(LARGE)
+    assert across(loop, on_gpu(torch.ones(LARGE)), into) is into
+    assert into.min() == 1 and loop.pinned == [LARGE]
 
 
 def test_a_host_tensor_is_not_staged_to_be_sent(loop):
-    received = across(loop, torch.tensor([7.0]))
-    assert type(received) is FakeCuda and received.tolist() == [7.0]
-    assert loop.pinned == [(1,)]
+    received = across(loop, torch.ones(LARGE))
+    assert type(received) is FakeCuda and received.min() == 1
+    assert loop.pinned == [LARGE]
 
 
 def test_collectives_of_a_shared_gpu_work_on_the_host(loop):
@@ -183,9 +193,14 @@ def test_collectives_of_a_shared_gpu_work_on_the_host(loop):
 
 def test_equal_messages_take_one_transfer_each(loop):
     """The first large one takes two; then both sides know what to expect. What is too
-    large to be copied beside its header always takes two."""
-    transfers, send = [], Loop.send
-    loop.send = lambda *args: transfers.append(args) or send(loop, *args)
+    large to be copied always takes two, and its header stays small."""
+    transfers, send = [], loop.send
+
+    def counted(tensors, to, tag):
+        transfers.append(len(tensors[0]))
+        return send(tensors, to, tag)
+
+    loop.send = counted
 
     def count(size):
         transfers.clear()
@@ -199,6 +214,9 @@ def test_equal_messages_take_one_transfer_each(loop):
 
     sizes = [100, 0, 4096, 5000, 5000, 4999, 5000, 65536, 65536, 65537, 65537, 10]
     assert list(map(count, sizes)) == [1, 1, 1, 2, 1, 1, 2, 2, 1, 2, 2, 1]
+    count(1_000_000)
+    count(1_000_000)
+    assert transfers[0] < 5000 and transfers[1] == 1_000_000
 
 
 # ---- clocks, with fake events --------------------------------------------------------

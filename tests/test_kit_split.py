@@ -315,9 +315,9 @@ def test_a_tied_weight_is_refused(tie):
     first, last = tie()
     model = nn.Sequential(nn.Tanh(), first, nn.Tanh(), last)
     x = torch.randn(2, 4)
-    words = "one tied weight|uses 1.weight of stage 0|gradient of 1.weight"
+    words = "one tied weight|another gradient of 1.weight than in the whole model"
     for sizes in ([2, 2], [1, 1, 1, 1], [3, 1]):
-        with pytest.raises(ValueError, match=words.replace("stage 0", "stage [01]")):
+        with pytest.raises(ValueError, match=words):
             check(model, sizes, x)
     check(model, [4], x)
     check(model, [1, 3], x)

@@ -271,10 +271,11 @@ def test_threads_and_processes_of_a_rank():
         forked.start()
         forked.join()
         total = sum(int(batch[0]) for batch in loader)
-        return child.pid, total, forked.exitcode
+        return child.pid, total, forked.exitcode, multiprocessing.get_start_method()
 
     results = world.launch(busy, 2)
-    assert [result[1:] for result in results] == [(6, 3), (6, 3)]
+    usual = multiprocessing.get_start_method()
+    assert [result[1:] for result in results] == [(6, 3, usual), (6, 3, usual)]
     assert left() == running([result[0] for result in results]) == []
 
 

@@ -3,7 +3,7 @@
 gloo alone fills a buffer of another type in silence, aborts on a wrong size, and takes
 no CUDA tensor from point to point. Here every message begins with a header (shape,
 dtype, time), so that a mismatch is an error in words; views, empty tensors, scalars and
-bf16 arrive as they were. From point to point a GPU's tensors travel through pinned host
+bf16 arrive as they were. From point to point a GPU's tensors travel through the host's
 memory: NCCL knows no tags, and its sends hold up receives from the same rank.
 """
 
@@ -32,7 +32,7 @@ _MAX_TITLE = 128
 _MAGIC = 0x6C616273  # "labs"
 # magic, dtype, number of dims, dims, title; then time sent, port time, number
 _HEADER = struct.Struct(f"<3q{_MAX_DIMS}q{_MAX_TITLE}s3d")
-_SMALL, _LARGE = 1 << 12, 1 << 16  # bytes: the room of a block lies between these
+_SMALL, _LARGE = 1 << 12, 1 << 16  # bytes: least and most room beside a header
 _MAX_UNFINISHED = 256  # sends that nobody waits for: gloo does not say that one is over
 
 device = torch.device("cpu")  # where this rank computes; set when the rank starts
@@ -111,21 +111,19 @@ def isend(tensor, to, tag=None):
     """Start to send `tensor` to rank `to`; return a Pending. Does not block.
 
     tag: a number that the receiver must name, such as the microbatch. The tensor may
-    be changed at once if it is not contiguous or on a GPU (a copy is sent); otherwise
-    only after `wait`. Whoever never waits has at most 256 sends under way.
+    be changed only after `wait`. Whoever never waits has at most 256 sends under way.
     """
     _check(tensor)
     _check_peer(to, tag, "send to")
-    since = clock.current.ready()
-    wire = _to_wire(tensor)
-    stamp = clock.current.sent(to, wire.numel(), tag, since)
+    since, size = clock.current.ready(), nbytes(tensor)
     data, block = _block("to", to, tag)
-    _last["to", to, tag or 0] = wire.numel()
-    _write_header(data, tensor, stamp)
-    parts = [block, wire]
-    if wire.numel() <= _room(block):
-        block[_HEADER.size :][: wire.numel()] = wire
+    _last["to", to, tag or 0] = size
+    if size <= _room(data):
         parts = [block]
+        _inside(data, tensor.shape, tensor.dtype).copy_(tensor.detach())
+    else:
+        parts = [block, _to_wire(tensor)]
+    _write_header(data, tensor, clock.current.sent(to, size, tag, since))
     send = dist.group.WORLD.send
     pending = Pending(to, [send([part], to, tag or 0) for part in parts], parts)
     if len(_unfinished) > _MAX_UNFINISHED:
@@ -154,7 +152,7 @@ def receive(source, tag=None, into=None):
         dist.group.WORLD.recv([block], source, tag or 0).wait()
         shape, dtype, _, stamp = _read_header(data, source)
         fits = into is None or (into.shape, into.dtype) == (shape, dtype)
-        tensor = _from_wire(block, shape, dtype, source, tag, into if fits else None)
+        tensor = _from_wire(data, shape, dtype, source, tag, into if fits else None)
     if not fits:
         raise _misfit(into, shape, dtype, source)
     clock.current.received(source, stamp, since, nbytes(tensor), tag)
@@ -233,13 +231,13 @@ def _check_peer(peer, tag, verb):
 
 # A message is a block: the header, and the tensor's bytes if there is room; otherwise
 # they follow by themselves. The room is what the last message of the same peer and tag
-# needed, so that equal messages take one transfer each.
+# needed, within limits, so that equal messages take one transfer each.
 
 
 def _block(way, peer, tag):
     """Return an empty block of the size that both sides expect."""
-    room = max(_SMALL, min(_last.get((way, peer, tag or 0), 0), _LARGE))
-    return _buffer(_HEADER.size + room)
+    last = _last.get((way, peer, tag or 0), 0)
+    return _buffer(_HEADER.size + (last if _SMALL < last <= _LARGE else _SMALL))
 
 
 def _buffer(size):
@@ -248,33 +246,40 @@ def _buffer(size):
     return data, torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _room(block):
-    return len(block) - _HEADER.size
+def _room(data):
+    return len(data) - _HEADER.size
+
+
+def _inside(data, shape, dtype):
+    """Return the room of a block as a tensor, in the block's own memory."""
+    numel, start = shape.numel(), _HEADER.size
+    if not numel:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=numel, offset=start).view(shape)
 
 
 def _to_wire(tensor):
     """Return the tensor's bytes, flat, in host memory; a copy only where needed."""
-    tensor = tensor.detach()
-    if not _is_plain(tensor):
-        host = _host_tensor(tensor.shape, tensor.dtype, tensor.is_cuda)
-        tensor = host.copy_(tensor)  # waits for the GPU
-    return _bytes(tensor)
+    if _is_plain(tensor):
+        return _bytes(tensor)
+    host = _host_tensor(tensor.shape, tensor.dtype, tensor.is_cuda)
+    host.copy_(tensor.detach())  # waits for the GPU
+    return _bytes(host)
 
 
-def _from_wire(block, shape, dtype, source, tag, into):
+def _from_wire(data, shape, dtype, source, tag, into):
     """Return the tensor whose header has come, straight in `into` where possible."""
     where = device if into is None else into.device
-    direct = into is not None and _is_plain(into)
-    host = into.detach() if direct else _host_tensor(shape, dtype, where.type == "cuda")
-    wire = _bytes(host)
-    _last["from", source, tag or 0] = wire.numel()
-    if wire.numel() <= _room(block):
-        wire.copy_(block[_HEADER.size :][: wire.numel()])
+    size = _last["from", source, tag or 0] = shape.numel() * dtype.itemsize
+    if size <= _room(data):
+        host = _inside(data, shape, dtype)
     else:
-        dist.group.WORLD.recv([wire], source, tag or 0).wait()
+        direct = into is not None and _is_plain(into)
+        host = into if direct else _host_tensor(shape, dtype, where.type == "cuda")
+        dist.group.WORLD.recv([_bytes(host)], source, tag or 0).wait()
     if into is None:
         return host.to(where)
-    if not direct:
+    if host is not into:
         into.detach().copy_(host)
     return into
 
@@ -292,7 +297,7 @@ def _host_tensor(shape, dtype, pinned):
 
 
 def _bytes(dense):
-    flat = dense.as_strided((dense.numel(),), (1,))  # [1::2] of two has stride 2
+    flat = dense.detach().as_strided((dense.numel(),), (1,))  # [1::2] has stride 2
     return flat.view(torch.uint8)
 
 

@@ -72,13 +72,13 @@ def check(model, sizes, sample):
     if sum(sizes) != len(model):
         raise ValueError(f"stages of {sizes} layers do not make {len(model)} layers.")
     stages = [model[span.start : span.stop] for span in ranges(sizes)]
-    owners = _owners(stages)
+    _refuse_tied(stages)
     with _unchanged(model) as reset:
         runs = _run_whole(stages, sample)
         for number in reversed(range(len(runs))):  # who misses something comes first
             _leave_other_data(model, sample)
             reset()
-            trouble = _trouble(number, runs[number], owners)
+            trouble = _trouble(number, runs[number])
             if trouble:
                 raise ValueError(
                     f"stage {number} by itself {trouble}: cut elsewhere, so that both "
@@ -88,12 +88,10 @@ def check(model, sizes, sample):
         _leave_other_data(model, sample)  # and no graph
 
 
-def _owners(stages):
-    """Return {id of a weight: (its name, stage)}; ValueError if two stages have one."""
-    owners, users = {}, {}
+def _refuse_tied(stages):
+    users = {}  # who has a piece of memory: (weight, stage)
     for number, stage in enumerate(stages):
         for name, weight in stage.named_parameters():
-            owners[id(weight)] = name, number
             memory = weight.untyped_storage().data_ptr()
             first, where = users.setdefault(memory, (name, number))
             if where != number and memory and weight.requires_grad:
@@ -101,7 +99,6 @@ def _owners(stages):
                     f"{first} of stage {where} and {name} of stage {number} are one "
                     "tied weight: put both layers into one stage, or untie them."
                 )
-    return owners
 
 
 @contextlib.contextmanager
@@ -171,7 +168,7 @@ def _gradients(stage):
     return {f"gradient of {name}": p.grad for name, p in stage.named_parameters()}
 
 
-def _trouble(number, run, owners):
+def _trouble(number, run):
     """Say what a stage alone does otherwise than in a `run` of the whole model."""
     x = _leaf(run.x)
     try:
@@ -179,10 +176,6 @@ def _trouble(number, run, owners):
             y = run.stage(x)
     except Exception as error:  # whatever its layers raise
         return f"cannot run ({type(error).__name__}: {error})"
-    for weight in _leaves(y):
-        name, where = owners.get(id(weight), ("", number))
-        if where != number:
-            return f"uses {name} of stage {where}"
     if y.requires_grad and run.y.grad is not None:
         y.backward(run.y.grad)
     if number and x.grad is None:
@@ -193,18 +186,6 @@ def _trouble(number, run, owners):
         mine["gradient of its input"] = None
     wrong = [what for what in its if not _same(mine[what], its[what])]
     return f"has another {wrong[0]} than in the whole model" if wrong else None
-
-
-def _leaves(y):
-    """Yield the tensors at which the graph of y ends."""
-    seen, to_do = set(), [y.grad_fn]
-    while to_do:
-        node = to_do.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            to_do += [before for before, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
 
 
 def _same(a, b):

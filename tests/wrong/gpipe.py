@@ -166,7 +166,7 @@ def one_at_a_time(n_stages, n_microbatches):
     return [[Op(k, i) for i in range(n_microbatches) for k in "FB"]] * n_stages
 
 
-@told("gpipe", "lists F4; microbatches are 0 to")
+@told("gpipe", "; microbatches are 0 to")
 def numbered_from_one(n_stages, n_microbatches):
     numbers = range(1, n_microbatches + 1)
     forwards = [Op("F", i) for i in numbers]
@@ -193,7 +193,7 @@ def words_for_operations(n_stages, n_microbatches):
     return [list(map(str, order)) for order in lab.gpipe(n_stages, n_microbatches)]
 
 
-@told("gpipe", "cannot finish: stage 1 is at F0 and waits for F0 of stage 0")
+@told("gpipe", "cannot finish: stage 0 is at B0 and has not yet done its own F0")
 def stage_zero_begins_backward(n_stages, n_microbatches):
     forwards, *rest = lab.gpipe(n_stages, n_microbatches)
     return [forwards[::-1], *rest]
@@ -207,7 +207,7 @@ def returns_nothing(x, y, gradient=None):
     y.backward(gradient)
 
 
-@told("backward", "the gradient that was sent")
+@told("backward", "gradient of ones: use the one that was sent")
 def of_the_sum(x, y, gradient=None):
     y.sum().backward()
     return x.grad
@@ -355,12 +355,12 @@ def drops_the_rest(n_stages, n_microbatches, k):
     return [groups([k] * (n_microbatches // k))] * n_stages
 
 
-@told("flushes", "the last flush may hold fewer")
+@told("flushes", "; microbatches are 0 to")
 def overfull_last_flush(n_stages, n_microbatches, k):
     return [groups([k] * (n_microbatches // k + 1))] * n_stages
 
 
-@told("flushes", "fewer")
+@told("flushes", "may be alive: flush")
 def rest_in_the_last_full_flush(n_stages, n_microbatches, k):
     full = max(n_microbatches // k - 1, 0)
     return [groups([k] * full + [n_microbatches - k * full])] * n_stages
@@ -520,7 +520,7 @@ def first_fit(n_stages, batch, budget, limit, peak):
             return n
 
 
-@told("fewest_microbatches", "equal")
+@told("fewest_microbatches", "exactly the limit is not under it")
 def bubble_at_the_limit(n_stages, batch, inside, boundary, budget, limit=0.1):
     plan = n_stages, batch, budget, limit + 1e-12
     return first_fit(*plan, lambda n: lab_peak(batch, inside, boundary, n))
