@@ -132,7 +132,7 @@ check("backward", backward)
 def one_f_one_b(n_stages, n_microbatches):
     """Return the 1F1B order: a list of Op per stage, as `gpipe` does.
 
-    Stage s keeps at most n_stages - s microbatches alive, itself under way included.
+    Stage s keeps at most n_stages - s microbatches alive, the one under way included.
     The makespan is GPipe's, with F = 1, B = 2 and free links. Forwards run in the order
     0, 1, 2, ... and so do backwards. There may be fewer microbatches than stages.
     Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.

@@ -13,16 +13,8 @@ import torch
 from torch import nn
 
 from labs.kit import rng, toy
+from labs.kit.messages import chunk_sizes
 from labs.kit.meter import Meter
-
-
-def chunk_sizes(n, parts):
-    """Return the sizes of `parts` chunks of n things, the larger ones first.
-
-    >>> chunk_sizes(10, 4), chunk_sizes(2, 4)
-    ([3, 3, 2, 2], [1, 1, 0, 0])
-    """
-    return [n // parts + (part < n % parts) for part in range(parts)]
 
 
 def even(n, parts, things="layers", of="stages"):

@@ -4,9 +4,11 @@ Each rank reports to the store that torchrun provides; rank 0's reporter judges,
 reporters read the verdict.
 """
 
+import atexit
 import contextlib
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -68,9 +70,9 @@ def _join_group(n_ranks, local, backend):
     plan = planning.plan(n_ranks, *rank.machine(), os.environ, backend, here)
     rank.prepare(plan, plan.devices[local])
     if not dist.is_initialized():
-        os.environ["LABS_RUN"] = "-".join(
-            os.environ.get(key, "") for key in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")
-        )
+        keys = "TORCHELASTIC_RUN_ID", "MASTER_PORT"
+        run = os.environ["LABS_RUN"] = "-".join(os.environ[key] for key in keys)
+        atexit.register(shutil.rmtree, clock.folder_of(run), ignore_errors=True)
         dist.init_process_group(plan.backend, timeout=rank.timeout(plan))
         if here < n_ranks:
             clock.offset = messages.clock_offset()
