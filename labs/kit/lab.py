@@ -186,6 +186,8 @@ def main(key, text, config, measure, argv=None):
         made, clk, folder = parse(config, key, text, argv)
         _make(folder)
         publish(key, measure(made, clk, progress=True), folder)
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, RankFailed, OSError) as error:
         if speaks():
             print(f"labs.{key}: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes
 
 from labs.kit import carry, messages, watchdog
 from labs.kit.watchdog import Call, Failure, Status
