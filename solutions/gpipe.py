@@ -32,7 +32,7 @@ import torch
 from labs.checks.gpipe import check, timeline_of
 from labs.kit.clock import Unit, Virtual
 from labs.kit.draw import draw
-from labs.kit.lab import ledger
+from labs.kit.page import ledger
 from labs.kit.simulate import simulate
 from labs.kit.timeline import Op
 
@@ -48,7 +48,7 @@ COST = {"F": 1, "B": 2}  # a forward is the unit of time, a backward takes two
 # %% id="run"
 config = lab.Config(model="digits", n_stages=4, n_microbatches=8, steps=2)
 report = lab.measure(config, Virtual(Unit()))
-print(ledger(report.rows + report.invariant()[1:]))
+ledger(report.rows + report.invariant()[1:])
 
 # %% [markdown]
 # On the left what the formulas say, on the right what was counted in the run. The same
