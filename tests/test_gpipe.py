@@ -13,19 +13,9 @@ from labs.kit.meter import Meter
 from labs.kit.timeline import Link, Op, Timeline
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need no pytest
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_thread")]
 
 UNIT = clock.Virtual(clock.Unit())
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """For ranks and for the single process beside them: more threads only wait here."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- the schedule --------------------------------------------------------------------
