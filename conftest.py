@@ -2,6 +2,9 @@
 
 import os
 
+# Doctest would import each of these as one module "conftest".
+collect_ignore_glob = ["tests/*conftest.py"]
+
 # Cells with a slider show their fixed figure, as in the stored notebooks.
 os.environ.setdefault("LABS_STATIC", "1")
 
