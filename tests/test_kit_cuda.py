@@ -94,8 +94,8 @@ class Loop:
 
     def recv(self, tensors, source, tag):
         (tensor,), sent = tensors, self.line.pop(0)
-        assert type(tensor) is not FakeCuda and tensor.shape == sent.shape
-        tensor.copy_(sent)
+        assert type(tensor) is not FakeCuda and len(tensor) >= len(sent)
+        tensor[: len(sent)].copy_(sent)  # gloo fills a longer one in part
         return SimpleNamespace(wait=lambda: None)
 
 
@@ -139,10 +139,11 @@ def across(loop, tensor, into=None):
 
 
 SMALL, LARGE = (3, 5), (300, 100)
+BYTES = (120_000,)  # of LARGE: it is received before its shape is known
 
 
 @pytest.mark.parametrize(
-    "shape, pinned", [(LARGE, [LARGE, LARGE]), (SMALL, []), ((), []), ((0, 2), [])]
+    "shape, pinned", [(LARGE, [LARGE, BYTES]), (SMALL, []), ((), []), ((0, 2), [])]
 )
 def test_a_gpus_tensor_travels_through_the_host(loop, shape, pinned):
     """A large one through pinned memory: once to send, once to receive."""
@@ -173,7 +174,7 @@ def test_into_the_hosts_memory(loop):
 def test_a_host_tensor_is_not_staged_to_be_sent(loop):
     received = across(loop, torch.ones(LARGE))
     assert type(received) is FakeCuda and received.min() == 1
-    assert loop.pinned == [LARGE]
+    assert loop.pinned == [BYTES]
 
 
 def test_collectives_of_a_shared_gpu_work_on_the_host(loop):
@@ -193,7 +194,8 @@ def test_collectives_of_a_shared_gpu_work_on_the_host(loop):
 
 def test_equal_messages_take_one_transfer_each(loop):
     """The first large one takes two; then both sides know what to expect. What is too
-    large to be copied always takes two, and its header stays small."""
+    large to be copied always takes two, and its header stays small; when it was not
+    of the size expected, one byte fills the receive that waits for it."""
     transfers, send = [], loop.send
 
     def counted(tensors, to, tag):
@@ -212,8 +214,9 @@ def test_equal_messages_take_one_transfer_each(loop):
         messages.finish()
         return len(transfers)
 
-    sizes = [100, 0, 4096, 5000, 5000, 4999, 5000, 65536, 65536, 65537, 65537, 10]
-    assert list(map(count, sizes)) == [1, 1, 1, 2, 1, 1, 2, 2, 1, 2, 2, 1]
+    sizes = [100, 0, 4096, 5000, 5000, 4999, 5000, 65536, 65536, 65537, 65537]
+    assert list(map(count, sizes)) == [1, 1, 1, 2, 1, 1, 2, 2, 1, 2, 2]
+    assert list(map(count, [70_000, 69_000, 69_001, 10, 10])) == [3, 2, 3, 2, 1]
     count(1_000_000)
     count(1_000_000)
     assert transfers[0] < 5000 and transfers[1] == 1_000_000

@@ -450,6 +450,7 @@ def test_tensors_that_require_gradients():
 
 
 SIZES = [3, 5000, 5000, 3, 0, 20000, 1024, 1025, 17000, 1, 300_000, 300_000, 0, 2]
+SIZES += [300_000, 300_001, 299_999, 20_000, 1]
 
 
 @on(2)
@@ -459,7 +460,8 @@ def growing_and_shrinking(rank, n_ranks):
     for tag, size in [(tag, size) for size in SIZES for tag in (None, 0, 1)]:
         mine = torch.arange(size) + rank
         got = exchange(mine, 1 - rank, tag=tag if rank else tag or 0)
-        if not same(got, mine - rank + (1 - rank)):
+        into = exchange(mine, 1 - rank, tag=tag, into=torch.empty_like(mine))
+        if not (same(got, mine - rank + (1 - rank)) and same(into, got)):
             wrong.append((tag, size))
     return wrong
 
@@ -483,12 +485,12 @@ def test_a_hundred_megabytes():
 @on(2)
 def received_is_its_own(rank, n_ranks):
     """What arrives holds no other memory alive than its own."""
-    got = exchange(torch.ones(5), 1 - rank)
-    return got.untyped_storage().nbytes()
+    got = [exchange(torch.ones(size), 1 - rank) for size in (5, 50_000, 20_000)]
+    return [one.untyped_storage().nbytes() for one in got]
 
 
 def test_what_arrives_is_no_larger_than_itself():
-    assert ran(received_is_its_own) == [20, 20]
+    assert ran(received_is_its_own) == [[20, 200_000, 80_000]] * 2
 
 
 # ---- order, buffers, many at once ----------------------------------------------------

@@ -29,6 +29,7 @@ PALETTE = {
     "backward": "#b6510a",
     "weight gradient": "#774455",
     "optimizer update": "#6600cc",
+    "data loading": "#4b5563",
 }
 INK, GREY, GRID, SHADE = "#1f2933", "#4b5763", "#d5dce4", "#dfe5ec"
 WIDTH = 7.2  # inches; the text column of the book
@@ -39,11 +40,12 @@ KINDS = {
     "B": ("backward", (0.8,)),
     "W": ("weight gradient", (0.0,)),
     "U": ("optimizer update", (0.0, 0.8)),
+    "L": ("data loading", (0.4,)),
 }
 IDLE = {"facecolor": SHADE, "zorder": 0.5}
 WAIT = {"facecolor": SHADE, "edgecolor": "#aeb9c6", "hatch": "////", "zorder": 0.6}
 TRANSFER = {"facecolor": "none", "edgecolor": "#6b7885", "linewidth": 0.7}
-COLOURS = [*PALETTE.values(), INK]
+COLOURS = [*[*PALETTE.values()][:4], INK]
 LINES = {
     "line": [{"linestyle": dash} for dash in ("-", "--", "-.", ":")],
     "points": [{"linestyle": "", "marker": m, "markersize": 5} for m in "os^D"],

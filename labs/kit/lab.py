@@ -9,7 +9,6 @@ from math import inf
 from typing import get_args, get_type_hints
 
 from labs.kit import clock, torchrun, world
-from labs.kit.simulate import explain
 from labs.kit.timeline import Link
 from labs.kit.watchdog import RankFailed
 
@@ -157,7 +156,7 @@ def publish(key, report, folder="out"):
         f"{plan} · {report.timeline.clock}",
         ledger(report.rows + report.invariant()),
         *report.remarks,
-        str(explain(report.predicted, report.timeline)),
+        str(report.explain(*report.timelines())),
         f"figure  {figure}\ntrace   {trace}  (open it in ui.perfetto.dev)",
     ]
     draw.draw(*report.timelines(), titles=["predicted", "run"]).save(figure)

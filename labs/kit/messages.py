@@ -100,7 +100,7 @@ class Pending:
             return
         since = clock.current.now()
         with _call("send", self._to):
-            for work in self._works:
+            for work in reversed(self._works):  # then only the first has to wait
                 work.wait()
         clock.current.waited(self._to, since)
         self._works, self._buffers = [], []
@@ -116,13 +116,15 @@ def isend(tensor, to, tag=None):
     _check(tensor)
     _check_peer(to, tag, "send to")
     since, size = clock.current.ready(), nbytes(tensor)
-    data, block = _block("to", to, tag)
+    expected, (data, block) = _expected("to", to, tag), _block("to", to, tag)
     _last["to", to, tag or 0] = size
+    parts = [block]
+    if expected and not _room(data) < size <= expected:
+        parts.append(block[:1])  # for the receive that expects other data
     if size <= _room(data):
-        parts = [block]
         _inside(data, tensor.shape, tensor.dtype).copy_(tensor.detach())
     else:
-        parts = [block, _to_wire(tensor)]
+        parts.append(_to_wire(tensor))
     _write_header(data, tensor, clock.current.sent(to, size, tag, since))
     send = dist.group.WORLD.send
     pending = Pending(to, [send([part], to, tag or 0) for part in parts], parts)
@@ -148,15 +150,7 @@ def receive(source, tag=None, into=None):
     _check_peer(source, tag, "receive from")
     since = clock.current.ready()
     with _call("receive", source, _tagged(tag)):
-        data, block = _block("from", source, tag)
-        dist.group.WORLD.recv([block], source, tag or 0).wait()
-        shape, dtype, _, stamp = _read_header(data, source)
-        fits = into is None or (into.shape, into.dtype) == (shape, dtype)
-        tensor = _from_wire(data, shape, dtype, source, tag, into if fits else None)
-    if not fits:
-        raise _misfit(into, shape, dtype, source)
-    clock.current.received(source, stamp, since, nbytes(tensor), tag)
-    return tensor
+        return _Posted(source, tag, into).take(since)
 
 
 def exchange(tensor, to, source=None, tag=None, into=None):
@@ -173,11 +167,66 @@ def exchange(tensor, to, source=None, tag=None, into=None):
     source = to if source is None else source
     if to == source == rank():
         return _to_self(tensor, into)
+    _check_peer(to, tag, "send to")
+    _check_peer(source, tag, "receive from")
     with _call("exchange", source, _tagged(tag)):
+        posted = _Posted(source, tag, into)  # before the send: gloo is faster so
         pending = isend(tensor, to, tag)
-        received = receive(source, tag, into)
+        received = posted.take(clock.current.ready())
         pending.wait()
     return received
+
+
+class _Posted:
+    """A receive under way: of the header and, where data are expected, of these too."""
+
+    def __init__(self, source, tag, into):
+        self.source, self.tag, self.into = source, tag, into
+        self.expected = _expected("from", source, tag)
+        self.data, block = _block("from", source, tag)
+        self.works = [self._post(block)]
+        if self.expected:
+            self.works.append(self._post_data(self.expected))
+
+    def take(self, since):
+        """Return the tensor, once it has come; the rank called for it at `since`."""
+        for work in reversed(self.works):  # then only the first wait has to wait
+            work.wait()
+        shape, dtype, _, stamp = _read_header(self.data, self.source)
+        tensor = self._come(shape, dtype)
+        into = tensor if self.into is None else self.into
+        if (into.shape, into.dtype) != (shape, dtype):
+            raise _misfit(into, shape, dtype, self.source)
+        clock.current.received(self.source, stamp, since, nbytes(tensor), self.tag)
+        if self.into is None:
+            return tensor.to(device)
+        _put(tensor, into)
+        return into
+
+    def _come(self, shape, dtype):
+        """Return what has come, in host memory, or in `into` where that is possible."""
+        size = shape.numel() * dtype.itemsize
+        _last["from", self.source, self.tag or 0] = size
+        if size <= _room(self.data):
+            return _inside(self.data, shape, dtype)
+        if size > self.expected:
+            self._post_data(size).wait()
+        data = self.buffer[:size]
+        if size < len(self.buffer):
+            data = data.clone()  # or all of the buffer stays in memory
+        return data.view(dtype).view(shape)
+
+    def _post_data(self, size):
+        into = self.into
+        if into is not None and _is_plain(into) and nbytes(into) >= size:
+            self.buffer = _bytes(into)
+        else:
+            where = device if into is None else into.device
+            self.buffer = _host_tensor((size,), torch.uint8, where.type == "cuda")
+        return self._post(self.buffer[:size])
+
+    def _post(self, buffer):
+        return dist.group.WORLD.recv([buffer], self.source, self.tag or 0)
 
 
 def finish():
@@ -231,7 +280,14 @@ def _check_peer(peer, tag, verb):
 
 # A message is a block: the header, and the tensor's bytes if there is room; otherwise
 # they follow by themselves. The room is what the last message of the same peer and tag
-# needed, within limits, so that equal messages take one transfer each.
+# needed, within limits, so that equal messages take one transfer each. After a large
+# message, a receive of as many bytes is under way before the next header is read.
+
+
+def _expected(way, peer, tag):
+    """Return how many bytes beside the block the receiver makes room for, or 0."""
+    last = _last.get((way, peer, tag or 0), 0)
+    return last if last > _LARGE else 0
 
 
 def _block(way, peer, tag):
@@ -265,23 +321,6 @@ def _to_wire(tensor):
     host = _host_tensor(tensor.shape, tensor.dtype, tensor.is_cuda)
     host.copy_(tensor.detach())  # waits for the GPU
     return _bytes(host)
-
-
-def _from_wire(data, shape, dtype, source, tag, into):
-    """Return the tensor whose header has come, straight in `into` where possible."""
-    where = device if into is None else into.device
-    size = _last["from", source, tag or 0] = shape.numel() * dtype.itemsize
-    if size <= _room(data):
-        host = _inside(data, shape, dtype)
-    else:
-        direct = into is not None and _is_plain(into)
-        host = into if direct else _host_tensor(shape, dtype, where.type == "cuda")
-        dist.group.WORLD.recv([_bytes(host)], source, tag or 0).wait()
-    if into is None:
-        return host.to(where)
-    if host is not into:
-        into.detach().copy_(host)
-    return into
 
 
 def _is_plain(tensor):

@@ -6,14 +6,14 @@ one step. `train` does the rest, which is the same for every scheme.
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 import torch
 
-from labs.kit import clock, messages, split, toy, world
+from labs.kit import clock, messages, simulate, split, toy, world
 from labs.kit.meter import Meter
-from labs.kit.simulate import simulate
 from labs.kit.timeline import Timeline
 
 # Convolutions on a GPU would round to ten bits: a run could not equal another one.
@@ -29,7 +29,8 @@ class Config:
     step(worker, rank, inputs, targets)   one forward and backward; the loss or None
 
     `watched` names the worker's methods that compute, {method: kind of operation}.
-    Override `build` to train another model, on the same data.
+    Override `build` to train another model, on the same data; `optimizer` where the
+    worker updates its weights itself; `finish` for what follows an update.
     """
 
     watched = {"forward": "F", "backward": "B"}
@@ -55,6 +56,13 @@ class Config:
         """Return the (inputs, targets) of a step."""
         return toy.batch(self.model, self.batch, step)
 
+    def optimizer(self, module):
+        """Return what updates a worker's weights after each step, or None."""
+        return sgd(module, self.model)
+
+    def finish(self, worker, rank, step):
+        """What a rank does at the end of a step, when its weights are updated."""
+
     def costs(self):
         """Return what an operation of each kind costs, in units of one forward."""
         return {"F": 1.0, "B": 2.0}
@@ -70,10 +78,11 @@ class Report:
     truth: list  # the same of one process
     peaks: list  # bytes of activations at the peak of the last step
     sent: list  # bytes sent in the last step
-    weights_gap: float  # distance from the weights of one process, relative to them
+    weights_gap: float  # distance of any rank's from those of one process, relative
     remarks: list  # sentences: why this run need not equal that of one process
     predicted: Timeline = None
     rows: list = field(default_factory=list)
+    explain: Callable = simulate.explain  # of two timelines: where the bubble is from
 
     @property
     def loss_gap(self):
@@ -112,7 +121,8 @@ def train(config, clk, progress=False):
     losses = next(result["losses"] for result in results if result["losses"])
     device = world.plan(config.n_ranks()).devices[0]
     truth, weights = reference(config, device, progress)
-    ours = {name: w for result in results for name, w in result["weights"].items()}
+    parts = [result["weights"] for result in results]
+    ours = {name: w for part in parts for name, w in part.items()}
     spans = [result["spans"] for result in results]
     return Report(
         config,
@@ -123,7 +133,7 @@ def train(config, clk, progress=False):
         truth,
         [result["peak"] for result in results],
         [sum(s.nbytes for s in one if s.name == "send") for one in spans],
-        distance(ours, weights),
+        _largest(distance({**ours, **part}, weights) for part in parts),
         split.remarks(config.build()) + _diverged(losses),
     )
 
@@ -133,17 +143,17 @@ def _train(rank, n_ranks, config, clk, progress):
     """One rank's training: all steps, the last one under the clock and the meter."""
     worker = config.worker(rank)
     worker.module.to(messages.device)
-    optimizer, meter = sgd(worker.module, config.model), Meter(worker.module)
+    optimizer, meter = config.optimizer(worker.module), Meter(worker.module)
     losses = []
     for step in range(config.steps):
         batch = [tensor.to(messages.device) for tensor in config.data(step)]
         if step < config.steps - 1:
-            losses.append(_step(config, worker, rank, batch, optimizer))
+            losses.append(_step(config, worker, rank, step, batch, optimizer))
         else:
             messages.barrier()
             with meter, clock.recording(clk, rank):
                 clock.watch(meter.watch(worker), **config.watched)
-                losses.append(_step(config, worker, rank, batch, optimizer))
+                losses.append(_step(config, worker, rank, step, batch, optimizer))
         if progress and _due(step, config.steps):
             _tell(step, config.steps, losses[-1])
     return {
@@ -155,11 +165,12 @@ def _train(rank, n_ranks, config, clk, progress):
     }
 
 
-def _step(config, worker, rank, batch, optimizer):
+def _step(config, worker, rank, step, batch, optimizer):
     worker.module.zero_grad()
     loss = config.step(worker, rank, *batch)
     if optimizer:
         optimizer.step()
+    config.finish(worker, rank, step)
     return loss
 
 
@@ -227,4 +238,4 @@ def predict(order, measured):
         spans = [s for s in measured.spans if s.lane == "compute" and s.name == kind]
         mean[kind] = sum(s.end - s.start for s in spans) / len(spans)
     clk = "equal operations, free links"
-    return simulate(order, mean, clock=clk, unit=measured.unit)
+    return simulate.simulate(order, mean, clock=clk, unit=measured.unit)
