@@ -468,6 +468,66 @@ def sends_within_an_operation(rank, n_ranks):
         worker.forward(0)
 
 
+# ---- a collective beside the computation ---------------------------------------------
+
+
+def overlapping(rank, n_ranks):
+    """Rank 0 computes as much before it starts a reduction as after it; rank 1 starts
+    at once; both compute again before they wait."""
+    worker, square = Worker(), torch.ones(8, 8)
+
+    def halves():
+        started = [] if rank == 0 else [messages.iall_reduce(torch.ones(100))]
+        square @ square
+        started = started or [messages.iall_reduce(torch.ones(100))]
+        square @ square
+        return started[0]
+
+    worker.forward = halves
+    worker.backward = lambda: square @ square
+    watch(worker, forward="F", backward="B")
+    reduction = worker.forward()
+    worker.backward()
+    assert reduction.wait().sum() == 100 * n_ranks
+
+
+@pytest.mark.parametrize(
+    "cost, forward, backward",
+    [(Unit(within=True), 1.0, 2.0), (Flops(1024.0), 2.0, 1.0)],
+    ids=["unit", "flops"],
+)
+@pytest.mark.parametrize("size, ends", [(100.0, "under"), (1e-3, "after")])
+def test_a_reduction_runs_beside_the_computation(cost, forward, backward, size, ends):
+    """It begins when the last rank is ready, in the middle of rank 0's forward."""
+    clk = Virtual(cost, Link(latency=0.05, bandwidth=400 * size))
+    [spans] = run(2, recorded(clk, overlapping))
+    begun, takes = forward / 2, 2 * (0.05 + 0.5 / size)
+    for one, two, transfer, *rest in spans:
+        assert [one.name, two.name, transfer.name] == ["F", "B", "all_reduce"]
+        assert (one.end, two.end) == (forward, forward + backward)
+        assert transfer.start == pytest.approx(begun)
+        assert transfer.end == pytest.approx(begun + takes)
+        assert rest == [] and transfer.nbytes == 400
+    assert (transfer.end < two.end) == (ends == "under")
+
+
+def test_reductions_queue_for_the_network():
+    def three(rank, n_ranks):
+        for one in [messages.iall_reduce(torch.ones(100)) for _ in range(3)]:
+            one.wait()
+
+    [spans] = run(2, recorded(Virtual(Unit(), Link(bandwidth=400)), three))
+    assert [(s.start, s.end) for s in spans[1]] == [(0, 1), (1, 2), (2, 3)]
+    [spans] = run(2, recorded(Wall(), three))
+    assert all(a.end <= b.start for a, b in pairwise(spans[0]))
+    assert [s.name for s in spans[0]] == ["all_reduce"] * 3
+
+
+def test_unit_costs_do_not_know_how_much_of_an_operation_is_done():
+    with pytest.raises(RankFailed, match=r"Unit\(within=True\)"):
+        run(2, recorded(Virtual(Unit()), overlapping))
+
+
 def test_virtual_time_refuses_messages_within_an_operation():
     """Their time would be that of the operation's start, and timed ranks would hang."""
     with pytest.raises(RankFailed, match="F0 communicates, but in virtual time"):

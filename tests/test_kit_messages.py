@@ -661,6 +661,70 @@ def test_what_the_kit_did_not_send():
         assert text.startswith("TypeError: what rank 0 sent was not sent by labs.kit")
 
 
+# ---- beside the computation ----------------------------------------------------------
+
+
+@on(3)
+def reductions_under_way(rank, n_ranks):
+    """Any tensor; a collective meanwhile does not mix with those under way."""
+    tensors = [
+        torch.ones(1000),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.ones((), dtype=torch.bfloat16),
+        torch.empty(0),
+    ]
+    tensors[0] *= rank
+    started = [messages.iall_reduce(t, name=str(i)) for i, t in enumerate(tensors)]
+    average = all_reduce(torch.tensor(float(rank)), "avg").item()
+    for one, tensor in zip(started, tensors):
+        assert one.wait() is tensor
+    messages.iall_reduce(torch.ones(3))  # nobody waits for this one
+    return average, tensors[0][0].item(), tensors[1].tolist(), tensors[2].item()
+
+
+def test_reductions_under_way():
+    assert (
+        ran(reductions_under_way, 3)
+        == [(1.0, 3.0, [[0, 9], [3, 12], [6, 15]], 3.0)] * 3
+    )
+
+
+def reductions_in_another_order(rank, n_ranks):
+    started = [messages.iall_reduce(torch.ones(2), name="ab"[rank])]
+    started.append(messages.iall_reduce(torch.ones(2), name="ba"[rank]))
+    return [error(one.wait) for one in started] + [error(messages.barrier)]
+
+
+def test_c01_another_order_is_told_of_reductions_under_way():
+    told = "rank 0 comes with all_reduce sum a of float32[2], rank 1 with all_reduce"
+    with pytest.raises(RankFailed) as failed:
+        launch(reductions_in_another_order, 2, limit=30)
+    assert told in str(failed.value)
+
+
+def one_rank_reduces(rank, n_ranks):
+    if rank == 0:
+        messages.iall_reduce(torch.ones(2)).wait()
+    else:
+        receive(0)
+
+
+def test_c05_a_reduction_that_one_rank_started_ends_in_words():
+    with pytest.raises(RankFailed, match="all_reduce"):
+        launch(one_rank_reduces, 2, limit=30)
+
+
+@on(1)
+def a_reduction_alone(rank, n_ranks):
+    return messages.iall_reduce(torch.ones(2)).wait().tolist()
+
+
+def test_a_reduction_alone():
+    assert ran(a_reduction_alone, 1) == [[1.0, 1.0]]
+    with pytest.raises(TypeError, match="no average in torch.int64"):
+        messages.iall_reduce(torch.tensor(1), "avg")
+
+
 # ---- refusals ------------------------------------------------------------------------
 
 

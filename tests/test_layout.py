@@ -29,7 +29,8 @@ BELOW = {
     "simulate": {"timeline"},
     "draw": {"timeline"},
     "clock": {"timeline"},
-    "messages": {"clock", "timeline"},
+    "messages": {"aside", "clock", "timeline"},
+    "aside": set(),
 }
 
 

@@ -113,6 +113,14 @@ def equal(a, b, rtol=1e-5, atol=1e-6):
     return a == b
 
 
+def usual(found, mistakes):
+    """Return the sentence of the mistake whose value was found, or "".
+
+    mistakes: {sentence: the value that this mistake gives}.
+    """
+    return next((text for text, value in mistakes.items() if equal(value, found)), "")
+
+
 def show(value):
     """Return a value as a verdict writes it."""
     if isinstance(value, float):

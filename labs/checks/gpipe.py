@@ -28,6 +28,7 @@ from labs.checks import (
     number,
     show,
     unfit,
+    usual,
     whole,
 )
 from labs.kit import clock, messages
@@ -43,11 +44,6 @@ EQUAL_STAGES = "That is (d-1)/(m+d-1), which holds for equal stages."
 def check(name, answer, seed=0):
     """Print the verdict on an answer to the exercise `name`."""
     print(judge(EXERCISES[name], answer, seed))
-
-
-def _usual(found, mistakes):
-    """Return the sentence of the mistake whose value was found, or ""."""
-    return next((text for text, value in mistakes.items() if equal(value, found)), "")
 
 
 def timeline_of(answer, *sizes):
@@ -332,7 +328,7 @@ class Backward(Exercise):
             return "Autograd has to go from y back to the weights too."
         if equal(of_weights, self.expected(kind, number)[OF_WEIGHTS]):
             return "Autograd has put the gradient of x into x.grad: return that."
-        return _usual(of_weights, {
+        return usual(of_weights, {
             "The first microbatch's are lost: gradients add up in .grad.":
                 self.expected(kind, number, replaced=True)[OF_WEIGHTS],
             "That comes of a gradient of ones: use the one that was sent.":
@@ -387,7 +383,7 @@ class IdleFraction(Exercise):
         timeline = _timeline(costs, n_microbatches)
         busy, ops = timeline.compute(stage), timeline.ops(stage)
         waits = sum(span.end - span.start for span in timeline.lane(stage, "wait"))
-        return _usual(found["idle"], {
+        return usual(found["idle"], {
             "That is the busy part.": busy / timeline.makespan,
             PERCENTAGE: 100 * timeline.idle(stage),
             "That is the bubble, of all stages; this stage is asked for.":
@@ -435,7 +431,7 @@ class SlowStage(Exercise):
         if found["stage"] != slow:
             return "Compare how long the operations of each stage take."
         others = costs[:slow] + costs[slow + 1 :]
-        return _usual(found["factor"], {
+        return usual(found["factor"], {
             "That is the inverse.": 1 / factor,
             "That is how much slower; how many times is asked for.": factor - 1,
             "Those of the others are asked for: leave out the slow stage itself.":
@@ -485,7 +481,7 @@ class BubbleOf(Exercise):
         def bubble(makespan):
             return 1 - m * once / (d * makespan)
 
-        return _usual(found["bubble"], {
+        return usual(found["bubble"], {
             EQUAL_STAGES: lab.bubble_fraction(d, m),
             PERCENTAGE: 100 * right,
             "That is the busy part.": 1 - right,
@@ -582,7 +578,7 @@ class FewestMicrobatches(Exercise):
         if n is not None and not 1 <= n <= batch:
             return f"A batch of {batch} makes 1 to {batch} microbatches; else say None."
         ways = {text: _search(*plan, **way) for text, way in WRONG_SEARCHES.items()}
-        return _usual(n, ways) or "Try 1, 2, 3, ...: the first that keeps both limits."
+        return usual(n, ways) or "Try 1, 2, 3, ...: the first that keeps both limits."
 
 
 EXERCISES = {

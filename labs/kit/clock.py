@@ -9,6 +9,7 @@ import functools
 import os
 import tempfile
 import time
+from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +62,8 @@ def recording(clock, rank):
 class Clock:
     """Hears all that a rank does. This one writes nothing down."""
 
+    records = False
+
     def run(self, name, microbatch, work):
         """Return work(), an operation."""
         return work()
@@ -85,6 +88,18 @@ class Clock:
     def together(self, name, times, nbytes, since):
         """A collective is over; `times`: when each rank was ready for it."""
 
+    def mark(self):
+        """Return now, as what `time_of` understands: a collective begins, perhaps
+        within an operation."""
+
+    def time_of(self, mark):
+        """Return the time of a mark, once the operation is over."""
+        return 0.0
+
+    def overlapped(self, name, times, nbytes, end):
+        """The rank has waited for a collective that ran beside its computation; `end`:
+        when it was over by the host's clock, if known."""
+
 
 current = Clock()  # the clock of this process
 
@@ -92,10 +107,11 @@ current = Clock()  # the clock of this process
 class _Recorder(Clock):
     """What both clocks share: the rank's spans, and a count of messages per peer."""
 
-    unit = "s"
+    unit, records = "s", True
 
     def begin(self, rank):
         self.rank, self.spans, self._sent, self._op = rank, [], {}, None
+        self._net_free = 0.0  # when the collective before is over
 
     def finish(self):
         pass
@@ -138,6 +154,7 @@ class Wall(_Recorder):
     """
 
     phrase = "wall time"
+    link = Link()  # not known: a prediction does without
 
     def __init__(self, event=None):
         self._event = event
@@ -206,6 +223,20 @@ class Wall(_Recorder):
         self._wait(None, since, begun)
         self._add("transfer", name, begun, end, nbytes=nbytes)
 
+    def mark(self):
+        return self._mark()
+
+    def time_of(self, mark):
+        if self._event:
+            _synchronise()
+        return self._seconds(mark)
+
+    def overlapped(self, name, times, nbytes, end):
+        end = end or self.ready()
+        begun = min(max(*times, self._net_free), end)
+        self._net_free = end
+        self._add("transfer", name, begun, end, nbytes=nbytes)
+
 
 class Virtual(_Recorder):
     """A logical time per rank; the work and the messages are real, durations modelled.
@@ -222,6 +253,7 @@ class Virtual(_Recorder):
     def begin(self, rank):
         super().begin(rank)
         self.time = self._out_free = self._in_free = 0.0
+        self._marks = []
 
     def now(self):
         return self.time
@@ -234,9 +266,24 @@ class Virtual(_Recorder):
             )
         return max(self.time, self._out_free)
 
+    def mark(self):
+        """Within an operation, its time is that of the part of the work then done."""
+        mark = _Mark(self.time)
+        if self._op:
+            mark.done = self.cost.done()
+            self._marks.append(mark)
+        return mark
+
+    def time_of(self, mark):
+        return mark.time
+
     def _run(self, name, microbatch, work):
+        self._marks.clear()
         result, cost = self.cost(self.rank, name, microbatch, work)
         start, self.time = self.time, self.time + cost
+        total = self.cost.done() if self._marks else 0
+        for mark in self._marks:
+            mark.time = start + cost * (mark.done / total if total else 1.0)
         self._add("compute", name, start, self.time, microbatch)
         return result
 
@@ -256,14 +303,30 @@ class Virtual(_Recorder):
     def together(self, name, times, nbytes, since):
         """A collective is charged as a ring over all ranks: all_gather takes n - 1
         steps with a whole tensor each, the others 2 (n - 1) steps with 1/n of it."""
-        n_ranks, begun = len(times), max(times)
-        steps, share = 2 * (n_ranks - 1), nbytes / n_ranks
-        if name == "all_gather":
-            steps, share = n_ranks - 1, nbytes
-        end = begun + steps * self.link.seconds(share)
+        begun = max(max(times), self._net_free)
+        end = self._net_free = begun + ring_seconds(self.link, name, len(times), nbytes)
         self._wait(None, self.time, begun)
         self._add("transfer", name, begun, end, nbytes=nbytes)
-        self.time = end
+        self.time = max(self.time, end)
+
+    def overlapped(self, name, times, nbytes, end):
+        """As `together`: what was computed meanwhile has its time already."""
+        self.together(name, times, nbytes, self.time)
+
+
+def ring_seconds(link, name, n_ranks, nbytes):
+    """Return what a collective takes as a ring over all ranks, in a link's time."""
+    if name == "all_gather":
+        return (n_ranks - 1) * link.seconds(nbytes)
+    return 2 * (n_ranks - 1) * link.seconds(nbytes / n_ranks)
+
+
+@dataclass
+class _Mark:
+    """A moment: its time, or how much of an operation was done."""
+
+    time: float
+    done: float = 0.0
 
 
 def _described(link, unit):
@@ -274,20 +337,34 @@ def _described(link, unit):
 
 
 class Unit:
-    """Costs from a table: {"F": 1, "B": 2}, or a function (rank, name, microbatch)."""
+    """Costs from a table: {"F": 1, "B": 2}, or a function (rank, name, microbatch).
+
+    within: may a rank communicate within an operation? Then FLOPs are counted, to know
+    how much of it was done.
+    """
 
     unit = ""
 
-    def __init__(self, costs=None):
+    def __init__(self, costs=None, within=False):
+        self._counter = _FlopCounter() if within else None
         self.costs = {"F": 1.0, "B": 2.0} if costs is None else costs
         self.phrase = "unit costs" + _listed(self.costs)
 
     def __call__(self, rank, name, microbatch, work):
-        if callable(self.costs):
-            return work(), self.costs(rank, name, microbatch)
-        if name not in self.costs:
+        if not callable(self.costs) and name not in self.costs:
             raise ValueError(f"no unit cost for {name!r}: add it to {self.costs}.")
-        return work(), self.costs[name]
+        if self._counter:
+            self._counter.total = 0
+        with self._counter or contextlib.nullcontext():
+            result = work()
+        if callable(self.costs):
+            return result, self.costs(rank, name, microbatch)
+        return result, self.costs[name]
+
+    def done(self):
+        if not self._counter:
+            raise RuntimeError("communication within an operation: Unit(within=True).")
+        return self._counter.total
 
 
 def _listed(costs):
@@ -306,9 +383,12 @@ class Flops:
         self.phrase = f"counted FLOPs at {rate / 1e12:g} TFLOP/s"
 
     def __call__(self, rank, name, microbatch, work):
-        with _FlopCounter() as counter:
+        with _FlopCounter() as self._counter:
             result = work()
-        return result, counter.total / self.rate
+        return result, self.done() / self.rate
+
+    def done(self):
+        return self._counter.total
 
 
 class _FlopCounter(TorchDispatchMode):
@@ -344,10 +424,13 @@ class Timed:
     def __call__(self, rank, name, microbatch, work):
         with _turn(self.slots):
             _synchronise()
-            start = time.perf_counter_ns()
+            self._start = time.perf_counter_ns()
             result = work()
-            _synchronise()
-            return result, (time.perf_counter_ns() - start) * 1e-9
+            return result, self.done()
+
+    def done(self):
+        _synchronise()
+        return (time.perf_counter_ns() - self._start) * 1e-9
 
 
 @contextlib.contextmanager

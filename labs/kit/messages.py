@@ -13,7 +13,7 @@ import struct
 import torch
 import torch.distributed as dist
 
-from labs.kit import clock
+from labs.kit import aside, clock
 
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -230,7 +230,8 @@ class _Posted:
 
 
 def finish():
-    """Wait for all sends that nobody waited for; a rank does this when it returns."""
+    """Wait for all that nobody waited for; a rank does this when it returns."""
+    aside.finish()
     for pending in list(_unfinished):
         pending.wait()
 
@@ -377,19 +378,74 @@ def all_reduce(tensor, op="sum", name=""):
     keep their dtype. name: says what is reduced, so that ranks which reduce tensors in
     different orders are told (the library would add them up in silence).
     """
+    _check_op(tensor, op)
+    with _together("all_reduce", tensor, f"{op} {name}") as work:
+        if work:
+            _reduce(tensor, op)
+    return tensor
+
+
+def iall_reduce(tensor, op="sum", name=""):
+    """Start an all_reduce; return a Reduction. Does not block.
+
+    The tensor may be read or changed only after `wait`. All ranks start and wait in the
+    same order; another collective begins when those under way are over.
+    """
+    _check_op(tensor, op)
+    return Reduction(tensor, op, name)
+
+
+class Reduction:
+    """An all_reduce under way, beside whatever this rank computes."""
+
+    def __init__(self, tensor, op, name):
+        self.tensor, self._op = tensor, op
+        self._title = f"all_reduce {op} {name}".strip()
+        self._mark, self._end = clock.current.mark(), None
+        if n_ranks() > 1:
+            self._job = aside.start(self._run, tensor.device)
+
+    def _run(self):
+        _agree(self._title, self.tensor, 0.0)
+        if self.tensor.numel():
+            _reduce(self.tensor, self._op)
+        if not self.tensor.is_cuda:
+            self._end = clock.current.now()
+
+    def wait(self):
+        """Wait until it is over; return the tensor, which is then combined."""
+        if n_ranks() > 1:
+            with _call("all_reduce"):
+                aside.finish()
+                self._job.join()
+                if clock.current.records:
+                    times, size = self._times(), nbytes(self.tensor)
+                    clock.current.overlapped("all_reduce", times, size, self._end)
+        return self.tensor
+
+    def _times(self):
+        """Return when each rank was ready to begin."""
+        mine = torch.tensor(clock.current.time_of(self._mark), dtype=torch.float64)
+        times = [torch.empty_like(mine) for _ in range(n_ranks())]
+        dist.all_gather(times, mine)
+        return [time.item() for time in times]
+
+
+def _check_op(tensor, op):
     if op not in ("sum", "avg", "max", "min"):
         raise ValueError(f"op must be sum, avg, max or min, not {op!r}.")
-    with _together("all_reduce", tensor, f"{op} {name}") as work:
-        if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise TypeError(f"no average in {tensor.dtype}: convert it to float.")
-        if work:
-            total = _dense(tensor, _SUMMED_IN.get(tensor.dtype, tensor.dtype))
-            how = "SUM" if op == "avg" else op.upper()
-            dist.all_reduce(total, getattr(dist.ReduceOp, how))
-            if op == "avg":
-                total /= n_ranks()
-            _put(total, tensor)
-    return tensor
+    _check(tensor)
+    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"no average in {tensor.dtype}: convert it to float.")
+
+
+def _reduce(tensor, op):
+    total = _dense(tensor, _SUMMED_IN.get(tensor.dtype, tensor.dtype))
+    how = "SUM" if op == "avg" else op.upper()
+    dist.all_reduce(total, getattr(dist.ReduceOp, how))
+    if op == "avg":
+        total /= n_ranks()
+    _put(total, tensor)
 
 
 def broadcast(tensor, source=0, name=""):
@@ -432,6 +488,7 @@ def _together(call, tensor, detail=""):
         return
     since = clock.current.ready()
     with _call(call):
+        aside.finish()
         times = _agree(f"{call} {detail}".strip(), tensor, since)
         yield tensor.numel() > 0
     clock.current.together(call, times, nbytes(tensor), since)

@@ -9,7 +9,7 @@ port in, each carries one message at a time, and computing goes on meanwhile.
 """
 
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from labs.kit.timeline import Link, Op, Span, Timeline
@@ -243,6 +243,11 @@ MEANING = {
     "transfer": "its messages",
     "jitter": "the rest: launch overhead, noise",
 }
+MEANING_OF_REPLICAS = {
+    **MEANING,
+    "formula": "equal operations, and what the link should take",
+    "transfer": "what its messages took besides",
+}
 
 
 @dataclass(frozen=True)
@@ -250,17 +255,19 @@ class Explanation:
     """Where a measured bubble comes from: (name, percentage points), which add up."""
 
     rows: list
+    meaning: dict = field(default_factory=lambda: MEANING)
 
     @property
     def total(self):
         return sum(points for _, points in self.rows)
 
     def __str__(self):
-        lines = [f"{name:<10}{_text(p):>6}  {MEANING[name]}" for name, p in self.rows]
+        said = self.meaning
+        lines = [f"{name:<10}{_text(p):>6}  {said[name]}" for name, p in self.rows]
         return "\n".join([*lines, f"{'bubble':<10}{_text(self.total):>6}  in all"])
 
     def sentence(self):
-        parts = [f"{name} {_text(p)} ({MEANING[name]})" for name, p in self.rows]
+        parts = [f"{name} {_text(p)} ({self.meaning[name]})" for name, p in self.rows]
         return f"The bubble of {_text(self.total)} % is, in points: {', '.join(parts)}."
 
 
@@ -299,16 +306,49 @@ def explain(predicted, measured, needs=pipeline_needs):
         simulate(schedule, cost, delay=delay, needs=needs).bubble(),
         measured.bubble(),
     ]
+    return Explanation(_steps(bubbles))
+
+
+def explain_replicas(predicted, measured):
+    """The same walk where every rank does the same work, and they meet in collectives.
+
+    imbalance: all wait for the slowest rank; transfer: what its transfers, beside no
+    computation, took in the run and not in the prediction.
+    """
+    if predicted.n_ranks != measured.n_ranks:
+        raise ValueError(_other_size(predicted, measured))
+    work, n_ranks = measured.compute(), measured.n_ranks
+    slowest = max(range(n_ranks), key=measured.compute)
+
+    def bubble(transfers):
+        makespan = measured.compute(slowest) + transfers
+        return 1 - work / (n_ranks * makespan) if makespan else 0.0
+
+    bubbles = [
+        predicted.bubble(),
+        bubble(predicted.exposed(slowest)),
+        bubble(measured.exposed(slowest)),
+        measured.bubble(),
+    ]
+    return Explanation(_steps(bubbles), MEANING_OF_REPLICAS)
+
+
+def _steps(bubbles):
+    """Return what each bubble adds to the one before, by name, in points."""
     points = [100 * (b - a) for a, b in zip([0.0, *bubbles], bubbles)]
-    return Explanation(list(zip(MEANING, points)))
+    return list(zip(MEANING, points))
+
+
+def _other_size(predicted, measured):
+    return (
+        f"predicted are {predicted.n_ranks} ranks, measured {measured.n_ranks}: "
+        "explain compares runs of the same size"
+    )
 
 
 def _common_order(predicted, measured):
     if predicted.n_ranks != measured.n_ranks:
-        raise ValueError(
-            f"predicted are {predicted.n_ranks} ranks, measured {measured.n_ranks}: "
-            "explain compares runs of the same size"
-        )
+        raise ValueError(_other_size(predicted, measured))
     schedule = [predicted.order(rank) for rank in range(predicted.n_ranks)]
     for rank, order in enumerate(schedule):
         for i, (said, did) in enumerate(zip_longest(order, measured.order(rank))):

@@ -147,6 +147,20 @@ class Timeline:
             now = max(now, span.end)
         return gaps + [(now, self.makespan)] * (now < self.makespan)
 
+    def exposed(self, rank):
+        """Time in which a rank computes nothing while a transfer of its own runs."""
+        gaps = self.gaps(rank)
+        return sum(
+            _busy(
+                [
+                    s._replace(start=max(s.start, start), end=min(s.end, end))
+                    for s in self.lane(rank, "transfer")
+                    if s.start < end and s.end > start
+                ]
+            )
+            for start, end in gaps
+        )
+
     def peak_live(self, rank):
         """The most microbatches alive at once: from the start of F to the end of B."""
         live, peak = set(), 0
