@@ -125,7 +125,7 @@ def make_clock(name, config, link=Link()):  # noqa: B008 (immutable)
             raise ValueError("wall time has the links of this machine, no others.")
         return clock.Wall()
     cost = {
-        "unit": lambda: clock.Unit(config.costs()),
+        "unit": lambda: clock.Unit(config.costs(), config.within),
         "flops": lambda: clock.Flops(),
         "timed": lambda: clock.Timed(plan.n_gpus or world.cores() // plan.threads or 1),
     }

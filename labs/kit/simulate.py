@@ -237,6 +237,25 @@ class _Network:
         ]
 
 
+def replicas(n_ranks, ops, transfers, start=0.0, clock="equal operations", unit=""):
+    """Return the Timeline of ranks that all do the same.
+
+    ops: (Op, duration), one after the other from `start` on. transfers: (name, when it
+    can begin, duration, bytes), one at a time, beside the operations.
+    """
+    spans, now, free = [], start, 0.0
+    for op, duration in ops:
+        spans.append(Span(0, "compute", op.kind, op.microbatch, now, now + duration))
+        now += duration
+    for name, ready, duration, nbytes in transfers:
+        begun = max(ready, free)
+        free = begun + duration
+        spans.append(Span(0, "transfer", name, None, begun, free, nbytes=nbytes))
+    ranks = range(n_ranks)
+    spans = [span._replace(rank=rank) for span in spans for rank in ranks]
+    return Timeline(spans, n_ranks, clock=clock, unit=unit)
+
+
 MEANING = {
     "formula": "equal operations, free links",
     "imbalance": "the operation times of this run",

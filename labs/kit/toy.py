@@ -8,6 +8,8 @@ Both are an `nn.Sequential`, so a stage is a slice. Layer i draws its weights fr
 (seed, i) alone: however a model is cut over ranks, it starts from the same weights.
 """
 
+import copy
+import copy
 import operator
 import zlib
 from collections import OrderedDict
@@ -207,6 +209,21 @@ def reference_run(name, steps, size, seed=0, lr=None, momentum=MOMENTUM):
     ]
 
 
+def delayed_run(name, steps, size, delay, lr=None, momentum=MOMENTUM):
+    """Losses of training on gradients of weights that are `delay` updates old, as if an
+    asynchronous scheme had always this staleness; delay 0 is `reference_run`."""
+    module, old = build(name), []
+    options = {"lr": LR[name] if lr is None else lr, "momentum": momentum}
+    optimizer, losses = torch.optim.SGD(module.parameters(), **options), []
+    for step in range(steps):
+        old = [*old, copy.deepcopy(module)][-delay - 1 :]
+        losses.append(reference_step(old[0], *batch(name, size, step)))
+        for now, then in zip(module.parameters(), old[0].parameters()):
+            now.grad = then.grad
+        optimizer.step()
+    return losses
+
+
 def layer_costs(name, size):
     """FLOPs of each layer's forward pass on a batch of `size` samples, a list of int.
 
@@ -220,6 +237,21 @@ def layer_costs(name, size):
             x = layer(x)
         costs.append(counter.get_total_flops())
     return costs
+
+
+def done(name, module, parameters):
+    """Share of a backward's FLOPs, 0 to 1, after which `parameters` have gradients.
+
+    A layer counts as done as a whole; backward takes time in proportion to FLOPs.
+    """
+    costs = layer_costs(name, 1)
+    wanted = {id(parameter) for parameter in parameters}
+    first = min(
+        number
+        for number, layer in enumerate(module)
+        if wanted & {id(parameter) for parameter in layer.parameters()}
+    )
+    return sum(costs[first:]) / sum(costs)
 
 
 def _known(name, table):

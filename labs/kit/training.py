@@ -14,7 +14,7 @@ import torch
 
 from labs.kit import clock, messages, simulate, split, toy, world
 from labs.kit.meter import Meter
-from labs.kit.timeline import Timeline
+from labs.kit.timeline import Op, Timeline
 
 # Convolutions on a GPU would round to ten bits: a run could not equal another one.
 _exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
@@ -26,7 +26,8 @@ class Config:
 
     n_ranks()      how many ranks it needs
     worker(rank)   an object with `module`, the layers that this rank updates
-    step(worker, rank, inputs, targets)   one forward and backward; the loss or None
+    step(worker, rank, inputs, targets)   one forward and backward; this rank's part
+                   of the loss, or None: what the ranks return adds up to it
 
     `watched` names the worker's methods that compute, {method: kind of operation}.
     Override `build` to train another model, on the same data; `optimizer` where the
@@ -34,6 +35,7 @@ class Config:
     """
 
     watched = {"forward": "F", "backward": "B"}
+    within = False  # may a rank communicate within an operation?
 
     model: Annotated[str, "text (a transformer) or digits (a CNN)"] = "text"
     batch: Annotated[int, "samples per step"] = 32
@@ -63,6 +65,10 @@ class Config:
     def finish(self, worker, rank, step):
         """What a rank does at the end of a step, when its weights are updated."""
 
+    def remarks(self):
+        """Return sentences that say why a run need not equal that of one process."""
+        return split.remarks(self.build())
+
     def costs(self):
         """Return what an operation of each kind costs, in units of one forward."""
         return {"F": 1.0, "B": 2.0}
@@ -77,6 +83,7 @@ class Report:
     losses: list  # one per step
     truth: list  # the same of one process
     peaks: list  # bytes of activations at the peak of the last step
+    held: list  # bytes of parameters, gradients and optimizer state
     sent: list  # bytes sent in the last step
     weights_gap: float  # distance of any rank's from those of one process, relative
     remarks: list  # sentences: why this run need not equal that of one process
@@ -118,7 +125,7 @@ def train(config, clk, progress=False):
     """
     config.check()
     results = world.launch(_train, config.n_ranks(), config, clk, progress)
-    losses = next(result["losses"] for result in results if result["losses"])
+    losses = [sum(filter(None, step)) for step in zip(*(r["losses"] for r in results))]
     device = world.plan(config.n_ranks()).devices[0]
     truth, weights = reference(config, device, progress)
     parts = [result["weights"] for result in results]
@@ -132,9 +139,10 @@ def train(config, clk, progress=False):
         losses,
         truth,
         [result["peak"] for result in results],
+        [result["held"] for result in results],
         [sum(s.nbytes for s in one if s.name == "send") for one in spans],
         _largest(distance({**ours, **part}, weights) for part in parts),
-        split.remarks(config.build()) + _diverged(losses),
+        config.remarks() + _diverged(losses),
     )
 
 
@@ -157,10 +165,11 @@ def _train(rank, n_ranks, config, clk, progress):
         if progress and _due(step, config.steps):
             _tell(step, config.steps, losses[-1])
     return {
-        "losses": [loss for loss in losses if loss is not None],
+        "losses": losses,
         "weights": worker.module.state_dict(),
         "spans": clk.spans,
         "peak": meter.peak,
+        "held": held(worker.module, optimizer),
         "hardware": world.here(),
     }
 
@@ -185,6 +194,15 @@ def _tell(step, steps, loss):
     loss = messages.all_reduce(torch.tensor(loss or 0.0), name="loss").item()
     if messages.rank() == 0:
         print(f"step {step + 1} of {steps}: loss {loss:.4f}", file=sys.stderr)
+
+
+def held(module, optimizer=None):
+    """Return the bytes of parameters, gradients and optimizer state, as tensors."""
+    parameters = list(module.parameters())
+    states = optimizer.state.values() if optimizer else []
+    found = [value for state in states for value in state.values()]
+    found += parameters + [p.grad for p in parameters]
+    return sum(messages.nbytes(t) for t in found if isinstance(t, torch.Tensor))
 
 
 def sgd(module, model):
@@ -233,9 +251,43 @@ def _diverged(losses):
 def predict(order, measured):
     """Simulate a schedule with equal operations: each kind at its mean in the run, so
     that prediction and run stand on one axis."""
-    mean = {}
-    for kind in {op.kind for row in order for op in row}:
-        spans = [s for s in measured.spans if s.lane == "compute" and s.name == kind]
-        mean[kind] = sum(s.end - s.start for s in spans) / len(spans)
     clk = "equal operations, free links"
-    return simulate.simulate(order, mean, clock=clk, unit=measured.unit)
+    return simulate.simulate(order, _means(measured), clock=clk, unit=measured.unit)
+
+
+def _means(measured):
+    """Return what an operation of each kind takes in a run, on average."""
+    spans = [s for s in measured.spans if s.lane == "compute"]
+    times = {kind: [s.end - s.start for s in spans if s.name == kind]
+             for kind in {s.name for s in spans}}  # fmt: skip
+    return {kind: sum(all_of) / len(all_of) for kind, all_of in times.items()}
+
+
+def predict_exchange(measured, n_pieces, exchanged, ready, link):
+    """Return the timeline of ranks that all do the same: equal operations, and messages
+    that take what a ring over `link` takes.
+
+    exchanged: bytes of the messages: one that the first forward waits for, and those
+    that leave when the share `ready` of the last backward is done.
+    """
+    n_ranks, mean = measured.n_ranks, _means(measured)
+    ops = [(Op(kind, i), mean[kind]) for i in range(n_pieces) for kind in "FB"]
+    taken = [clock.ring_seconds(link, "", n_ranks, nbytes) for nbytes in exchanged]
+    start = taken[0] if taken else 0.0
+    end = start + sum(duration for _, duration in ops)
+    begun = [0.0, *(end - (1 - share) * mean["B"] for share in ready)]
+    name = ["all_reduce"] * len(exchanged)
+    transfers = list(zip(name, begun, taken, exchanged))
+    clk, unit = "equal operations, messages as rings", measured.unit
+    return simulate.replicas(n_ranks, ops, transfers, start, clk, unit)
+
+
+def activations(config, n_samples):
+    """Return the bytes that forwards of so many samples keep for their backwards, from
+    those of a whole batch in one process; n_samples: a number per rank."""
+    module = config.build()
+    inputs, targets = config.data(0)
+    with Meter(module) as meter:
+        loss = toy.loss_sum(module(inputs), targets)
+    del loss
+    return [meter.peak * n / config.batch for n in n_samples]

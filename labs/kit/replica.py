@@ -1,0 +1,115 @@
+"""A whole copy of the model on each rank, which sees only its shard of the batch.
+
+What schemes share in which gradients are summed after the backward: the worker, the
+step, and the timeline to expect.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from labs.kit import messages, simulate, toy, training
+from labs.kit.timeline import Span, Timeline
+
+
+class Replica:
+    """A model, and the loss of each shard between its forward and its backward."""
+
+    def __init__(self, module):
+        self.module, self.live = module, {}
+
+    def forward(self, shard, inputs, targets, n_valid):
+        """Return a shard's part of the batch's mean loss, over n_valid targets."""
+        loss = toy.loss_sum(self.module(inputs), targets) / n_valid
+        self.live[shard] = (loss,)
+        return loss.detach()
+
+    def backward(self, shard):
+        """Leave the gradients of the weights in `.grad`."""
+        self.live.pop(shard)[0].backward()
+
+
+def trained(module):
+    return [weight for weight in module.parameters() if weight.requires_grad]
+
+
+def sum_gradients(module, all_reduce):
+    """Add up the gradients of all ranks, as one flat tensor; all_reduce is in place.
+
+    A weight that this rank has not used counts with zeros: others may have used it.
+    """
+    for weight in trained(module):
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    gradients = [weight.grad for weight in trained(module)]
+    flat = parameters_to_vector(gradients)
+    all_reduce(flat)
+    vector_to_parameters(flat, gradients)
+
+
+@dataclass(frozen=True)
+class Config(training.Config):
+    """Data parallelism. A lab adds these methods:
+
+    all_reduce(tensor)       sum a tensor over all ranks, in place
+    expected(nbytes, link)   how long that takes, and the bytes that each rank sends
+    """
+
+    n_workers: Annotated[int, "ranks, each with a copy of the model"] = 4
+
+    def check(self):
+        super().check()
+        self.build()  # it knows which models there are
+
+    def n_ranks(self):
+        return self.n_workers
+
+    def worker(self, rank):
+        return Replica(self.build())
+
+    def step(self, worker, rank, inputs, targets):
+        """Compute on this rank's shard, which may be empty; then add gradients up."""
+        shard = [data.tensor_split(self.n_workers)[rank] for data in (inputs, targets)]
+        loss = worker.forward(rank, *shard, toy.n_valid(targets))
+        worker.backward(rank)
+        sum_gradients(worker.module, self.all_reduce)
+        return loss.item()
+
+
+def measure(config, clock, progress=False):
+    """Train on ranks; return a training.Report with prediction and ledger."""
+    report = training.train(config, clock, progress)
+    nbytes = sum(map(messages.nbytes, trained(config.build())))
+    seconds, sent = config.expected(nbytes, clock.link)
+    run = report.timeline
+    computed = max(span.end for span in run.spans if span.lane == "compute")
+    report.predicted = predict(run, nbytes, seconds)
+    report.explain = simulate.explain_replicas
+    report.rows = [
+        ("bubble", report.predicted.bubble(), run.bubble(), "%"),
+        ("all-reduce", seconds, run.makespan - computed, run.unit),
+        ("sent", sent, report.sent, "B"),
+    ]
+    return report
+
+
+def predict(measured, nbytes, seconds):
+    """Return the timeline of equal replicas: forward and backward as long as they are
+    on average in the run, then an exchange that takes `seconds`."""
+    forward, backward = _mean(measured, "F"), _mean(measured, "B")
+    computed, spans = forward + backward, []
+    for rank in range(measured.n_ranks):
+        spans.append(Span(rank, "compute", "F", rank, 0.0, forward))
+        spans.append(Span(rank, "compute", "B", rank, forward, computed))
+        if seconds:
+            times = computed, computed + seconds
+            spans.append(Span(rank, "transfer", "receive", None, *times, None, nbytes))
+    clock = "equal operations, formula of the all-reduce"
+    return Timeline(spans, measured.n_ranks, clock, unit=measured.unit)
+
+
+def _mean(measured, kind):
+    spans = [s for s in measured.spans if (s.lane, s.name) == ("compute", kind)]
+    return sum(s.end - s.start for s in spans) / len(spans)
