@@ -199,6 +199,19 @@ def test_each_transfer_is_drawn_once_at_its_receiver_and_overlaps_become_one():
     ]
 
 
+def test_a_collective_is_a_transfer_of_each_rank_and_touching_ones_stay_apart():
+    times = [(0, 0, 1), (0, 1, 4), (1, 0, 1), (1, 1, 4)]
+    spans = [Span(rank, "transfer", "all_reduce", None, *t) for rank, *t in times]
+    picture = draw(Timeline(spans))
+    assert "transfer" in words(picture)
+    _legend, *lanes = [
+        patch.get_path().vertices.reshape(-1, 5, 2)
+        for patch in picture.figure.findobj(PathPatch)
+        if patch.get_linewidth() > 0
+    ]
+    assert [len(lane) for lane in lanes] == [2, 2]
+
+
 def test_other_kinds_get_a_legend_and_letters_of_their_own():
     spans = [
         Span(0, "compute", "W", 0, 0, 1),

@@ -154,7 +154,7 @@ def draw(*timelines, titles=None, width=WIDTH, shade_bubble=True):
     """Draw timelines one above the other on one shared time axis, rank 0 on top.
 
     A box per operation with its letter and microbatch, where they fit; transfers in a
-    thin lane below the rank that receives; idle time shaded, and hatched while the rank
+    thin lane below the rank that they reach; idle time shaded, and hatched while a rank
     waits for a peer. titles: one per timeline. width: inches.
     Layout after Huang et al. 2019, GPipe, figure 2c.
     """
@@ -358,10 +358,12 @@ def _labels(spans, scale):
 
 
 def _transfers(timeline):
-    """Rank -> (start, end) of what it receives; overlapping transfers become one."""
+    """Rank -> (start, end) of what it receives, or of collectives that it is in;
+    overlapping transfers become one. A send is drawn where it is received."""
     ranks = {}
     for span in timeline.spans:
-        if span.name == "receive" and span.start < span.end:
+        moves = span.lane == "transfer" and span.name != "send"
+        if moves and span.start < span.end:
             times = ranks.setdefault(span.rank, [])
             if times and span.start < times[-1][1]:
                 start, end = times.pop()

@@ -9,7 +9,6 @@ Both are an `nn.Sequential`, so a stage is a slice. Layer i draws its weights fr
 """
 
 import copy
-import copy
 import operator
 import zlib
 from collections import OrderedDict
