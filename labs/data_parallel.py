@@ -152,11 +152,12 @@ class Config(replica.Config):
 
     def step(self, worker, rank, inputs, targets):
         pieces, share = list(zip(self.cut(inputs, rank), self.cut(targets, rank))), 0.0
-        valid = torch.tensor(float(sum(toy.n_valid(wanted) for _, wanted in pieces)))
+        valid = sum((wanted != toy.IGNORE).sum() for _, wanted in pieces).float()
         if self.every == 1:  # per rank on average, for shards need not be equal
             messages.all_reduce(valid, "avg")
+        valid = valid.item() or 1.0  # a rank by itself may have none
         for i, piece in enumerate(pieces):
-            share += worker.forward(i, *piece, valid.item()) / self.n_workers
+            share += worker.forward(i, *piece, valid) / self.n_workers
             worker.backward(i, i == self.n_pieces - 1)
         if self.every == 1:
             worker.reducer.finish()
