@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from labs.kit import messages, simulate, toy, training
-from labs.kit.timeline import Span, Timeline
+from labs.kit.timeline import Op
 
 
 class Replica:
@@ -98,16 +98,12 @@ def measure(config, clock, progress=False):
 def predict(measured, nbytes, seconds):
     """Return the timeline of equal replicas: forward and backward as long as they are
     on average in the run, then an exchange that takes `seconds`."""
-    forward, backward = _mean(measured, "F"), _mean(measured, "B")
-    computed, spans = forward + backward, []
-    for rank in range(measured.n_ranks):
-        spans.append(Span(rank, "compute", "F", rank, 0.0, forward))
-        spans.append(Span(rank, "compute", "B", rank, forward, computed))
-        if seconds:
-            times = computed, computed + seconds
-            spans.append(Span(rank, "transfer", "receive", None, *times, None, nbytes))
+    ops = [(Op(kind), _mean(measured, kind)) for kind in "FB"]
+    computed = sum(duration for _, duration in ops)
+    exchange = [("all-reduce", computed, seconds, nbytes)] if seconds else []
     clock = "equal operations, formula of the all-reduce"
-    return Timeline(spans, measured.n_ranks, clock, unit=measured.unit)
+    n_ranks, unit = measured.n_ranks, measured.unit
+    return simulate.replicas(n_ranks, ops, exchange, clock=clock, unit=unit)
 
 
 def _mean(measured, kind):

@@ -243,7 +243,7 @@ def done(name, module, parameters):
 
     A layer counts as done as a whole; backward takes time in proportion to FLOPs.
     """
-    costs = layer_costs(name, 1)
+    costs = _costs(name)
     wanted = {id(parameter) for parameter in parameters}
     first = min(
         number
@@ -251,6 +251,11 @@ def done(name, module, parameters):
         if wanted & {id(parameter) for parameter in layer.parameters()}
     )
     return sum(costs[first:]) / sum(costs)
+
+
+@cache
+def _costs(name):
+    return layer_costs(name, 1)
 
 
 def _known(name, table):

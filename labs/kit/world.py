@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -233,6 +234,24 @@ def _read(pipe):
     return data
 
 
+def _store(n_ranks):
+    """Return a store where ranks can meet, and its (host, port), which is a free one.
+
+    Its socket is ours, for IPv4 alone: one for both asks the name server who 127.0.0.1
+    in the form of IPv6 is, and waits 5 s when the answer gets lost.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    meeting = listener.getsockname()
+    store = dist.TCPStore(
+        *meeting,
+        n_ranks,
+        True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, meeting
+
+
 class _Run:
     """One launch: its ranks, and what has been heard of them."""
 
@@ -243,11 +262,8 @@ class _Run:
     def start(self, packed):
         warm_up()
         context, n_ranks = _context(), self.plan.n_ranks
-        # The store lives as long as the run; port 0 is any free one.
-        self.store = dist.TCPStore(
-            "127.0.0.1", 0, n_ranks, True, wait_for_workers=False
-        )
-        meeting, environment = ("127.0.0.1", self.store.port), self._environment()
+        self.store, meeting = _store(n_ranks)  # it lives as long as the run
+        environment = self._environment()
         with _without_main():
             for number in range(n_ranks):
                 one = _Rank(number, context)
