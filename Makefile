@@ -20,8 +20,10 @@ help:
 book: .venv/installed
 	@$(BIN)/jupyter-book build . -q -W -n
 
+# Two at a time, but for the tests that look at times.
 test: .venv/installed
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS)
 
 lab: .venv/installed
 	@test -f "labs/$(TOPIC).ipynb" || { \

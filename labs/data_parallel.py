@@ -22,6 +22,7 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from labs.kit import lab, messages, replica, simulate, toy, training
+from labs.kit.clock import ring_seconds
 
 
 def indices(n_samples, n_ranks, rank, epoch=0, seed=0):
@@ -77,10 +78,9 @@ def buckets(parameters, nbytes):
 
 
 class Reducer:
-    """Averages gradients in buckets; while `on`, beside the backward.
-
-    A bucket leaves when its last gradient is there and the buckets before it have left:
-    messages are paired by their order, which must be that of all ranks (sec. 3.2.3)."""
+    """Averages gradients in buckets; while `on`, beside the backward. A bucket leaves
+    when its last gradient is there and the buckets before it have left: messages are
+    paired by their order, which has to be that of all ranks (sec. 3.2.3)."""
 
     def __init__(self, parameters, nbytes):
         self.buckets = buckets(parameters, nbytes)
@@ -133,7 +133,6 @@ class Config(replica.Config):
     """One run of data parallelism."""
 
     within = True
-
     bucket: Annotated[int, "most bytes in a message; 1: each gradient alone"] = 200_000
     after: Annotated[bool, "exchange after the backward, not beside it"] = False
     n_pieces: Annotated[int, "pieces of a shard, with one exchange after all"] = 1
@@ -175,18 +174,20 @@ def measure(config, clock, progress=False):
     sizes = [sum(map(messages.nbytes, bucket)) for bucket in worker.reducer.buckets]
     ready = [config.after or toy.done(config.model, worker.module, bucket)
              for bucket in worker.reducer.buckets]  # fmt: skip
-    exchanged = [4, *sizes] if n > 1 and config.every == 1 else []
-    plan = config.n_pieces, exchanged, ready, clock.link
-    report.predicted = training.predict_exchange(run, *plan)
+    exchange = [(None, 4), *zip(ready, sizes)]
+    if config.every > 1:
+        exchange = [(1.0, sum(sizes))] * (config.steps % config.every == 0)
+    exchange *= n > 1
+    ring = lambda nbytes: ring_seconds(clock.link, "all_reduce", n, nbytes)
+    report.predicted = replica.predict(run, exchange, ring, config.n_pieces)
     report.explain = simulate.explain_replicas
     moved = [span.nbytes for span in run.lane(0, "transfer")]
-    inputs = config.data(0)[0]
-    largest = [len(config.cut(inputs, rank)[0]) for rank in range(n)]
+    largest = [len(config.cut(config.data(0)[0], rank)[0]) for rank in range(n)]
     report.rows = [
         ("step", report.predicted.makespan, run.makespan, run.unit),
         ("idle", report.predicted.bubble(), run.bubble(), "%"),
-        ("messages", len(exchanged), len(moved), ""),
-        ("all-reduced", sum(exchanged), sum(moved), "B"),
+        ("messages", len(exchange), len(moved), ""),
+        ("all-reduced", sum(size for _, size in exchange), sum(moved), "B"),
         ("activations", training.activations(config, largest), report.peaks, "B"),
         ("weights, gradients, momenta", [3 * sum(sizes)] * n, report.held, "B"),
     ]

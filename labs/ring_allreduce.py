@@ -8,7 +8,6 @@
     halving_doubling    swaps halves, quarters, ..., and back       2a lg N + 2nb(N-1)/N
 
 a: latency, b: seconds per byte, n: bytes. On top of them: data parallelism.
-
     python -m labs.ring_allreduce --workers 4 --latency 1e-4 --bandwidth 1e8
     torchrun --nproc-per-node 4 -m labs.ring_allreduce
 """
@@ -82,10 +81,11 @@ def pass_around(tensor):
 @in_place
 def ring(tensor, buffer=None):
     """All-reduce around a ring in chunks (Patarasuk & Yuan 2009, Gibiansky 2017).
-    buffer: room for the largest chunk; one that is kept saves time next time."""
-    chunks = tensor.tensor_split(messages.n_ranks())  # views, the larger ones first
-    reduce_scatter(chunks, torch.empty_like(chunks[0]) if buffer is None else buffer)
-    all_gather(chunks)
+    buffer: room for the largest chunk, kept from a call with equal tensors: faster."""
+    kept, chunks = buffer is not None, tensor.tensor_split(messages.n_ranks())
+    with messages.trusted(kept):  # equal tensors have gone round before
+        reduce_scatter(chunks, buffer if kept else torch.empty_like(chunks[0]))
+        all_gather(chunks)
 
 
 def reduce_scatter(chunks, buffer):

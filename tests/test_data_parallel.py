@@ -310,6 +310,8 @@ def test_averaging_every_few_steps_is_another_training_and_is_said_to_be():
     assert report.remarks[0].startswith("Each rank takes 3 steps by itself")
     assert [s.name for s in report.timeline.lane(0, "transfer")] == ["all_reduce"]
     assert report.invariant()[1][1] == "(no claim)"
+    for predicted, counted in rows(report).values():
+        assert counted == pytest.approx(predicted, rel=5e-3)
 
 
 def test_delayed_gradients():

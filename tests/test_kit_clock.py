@@ -22,7 +22,7 @@ from labs.kit.timeline import Link, Op, Span, Timeline
 from labs.kit.watchdog import RankFailed
 from labs.kit.world import launch
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need no pytest
 
 LINK = Link(latency=1e-5, bandwidth=1e9)

@@ -470,6 +470,25 @@ def test_sizes_that_grow_and_shrink():
     assert ran(growing_and_shrinking) == [[], []]
 
 
+@on(3)
+def without_headers(rank, n_ranks):
+    """Any size and layout; the line stays in order with messages that have headers."""
+    right, left = (rank + 1) % 3, (rank - 1) % 3
+    seen = []
+    for size in (0, 1, 5, 100_000):
+        into = torch.zeros(2 * size, dtype=torch.int32)[::2]
+        mine = torch.full((2 * size,), rank, dtype=torch.int32)[::2]
+        with messages.trusted():
+            same_one = exchange(mine, right, left, into=into) is into
+        seen.append(same_one and bool((into == left).all()))
+        seen.append(exchange(torch.tensor(rank), right, left).item() == left)
+    return all(seen)
+
+
+def test_exchanges_without_headers():
+    assert ran(without_headers, 3) == [True] * 3
+
+
 @on(2)
 def a_hundred_megabytes(rank, n_ranks):
     big = torch.arange(25_000_000, dtype=torch.int32)

@@ -16,7 +16,7 @@ from jupyter_client.manager import start_new_kernel
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from processes import SECONDS, alive, pids_in, running
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
 
 IMPORTS = """
 import ctypes, os, signal, subprocess, sys, time

@@ -15,7 +15,7 @@ from processes import SECONDS, place, running
 
 from labs.kit import messages, torchrun, world
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.alone]
 
 
 # ---- torchrun itself -----------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labs.kit import messages, watchdog, world
 from labs.kit.watchdog import Call, Deadlock, Failure, Place, RankFailed, Status
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

@@ -25,7 +25,7 @@ from processes import SECONDS, alive, left, pids_in, running
 from labs.kit import carry, messages, world
 from labs.kit.watchdog import RankFailed
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

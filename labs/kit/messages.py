@@ -33,12 +33,14 @@ _MAGIC = 0x6C616273  # "labs"
 # magic, dtype, number of dims, dims, title; then time sent, port time, number
 _HEADER = struct.Struct(f"<3q{_MAX_DIMS}q{_MAX_TITLE}s3d")
 _SMALL, _LARGE = 1 << 12, 1 << 16  # bytes: least and most room beside a header
+_BARE = 1 << 30  # the tag of messages without a header
 _MAX_UNFINISHED = 256  # sends that nobody waits for: gloo does not say that one is over
 
 device = torch.device("cpu")  # where this rank computes; set when the rank starts
 staged = False  # do collectives, too, travel through host memory?
 doing = None  # (call, peer, detail) while this rank is in a call, for the watchdog
 moved = 0  # calls finished, for the watchdog
+_trusting = False  # do exchanges go without headers?
 _unfinished = {}  # Pending -> None, oldest first: they keep what is not yet taken
 _last = {}  # ("to" or "from", peer, tag) -> bytes of the last message
 
@@ -170,11 +172,39 @@ def exchange(tensor, to, source=None, tag=None, into=None):
     _check_peer(to, tag, "send to")
     _check_peer(source, tag, "receive from")
     with _call("exchange", source, _tagged(tag)):
+        if _trusting and into is not None and not clock.current.records:
+            return _exchange_bare(tensor, to, source, into)
         posted = _Posted(source, tag, into)  # before the send: gloo is faster so
         pending = isend(tensor, to, tag)
         received = posted.take(clock.current.ready())
         pending.wait()
     return received
+
+
+@contextlib.contextmanager
+def trusted(yes=True):
+    """In this block an exchange into a tensor goes without its header, if `yes`.
+
+    That saves up to a fifth of the time of a megabyte. Only where all ranks do so, and
+    are known to send what the others expect: another size ends in a crash or a hang.
+    """
+    global _trusting
+    outer, _trusting = _trusting, yes
+    try:
+        yield
+    finally:
+        _trusting = outer
+
+
+def _exchange_bare(tensor, to, source, into):
+    plain = _is_plain(into)
+    host = into if plain else _host_tensor(into.shape, into.dtype, into.is_cuda)
+    receiving = dist.group.WORLD.recv([_bytes(host)], source, _BARE)
+    sending = dist.group.WORLD.send([_to_wire(tensor)], to, _BARE)
+    receiving.wait()
+    _put(host, into)
+    sending.wait()
+    return into
 
 
 class _Posted:

@@ -85,7 +85,8 @@ def measure(config, clock, progress=False):
     seconds, sent = config.expected(nbytes, clock.link)
     run = report.timeline
     computed = max(span.end for span in run.spans if span.lane == "compute")
-    report.predicted = predict(run, nbytes, seconds)
+    exchange = [(1.0, nbytes)] if seconds else []
+    report.predicted = predict(run, exchange, lambda nbytes: seconds)
     report.explain = simulate.explain_replicas
     report.rows = [
         ("bubble", report.predicted.bubble(), run.bubble(), "%"),
@@ -95,17 +96,25 @@ def measure(config, clock, progress=False):
     return report
 
 
-def predict(measured, nbytes, seconds):
-    """Return the timeline of equal replicas: forward and backward as long as they are
-    on average in the run, then an exchange that takes `seconds`."""
-    ops = [(Op(kind), _mean(measured, kind)) for kind in "FB"]
-    computed = sum(duration for _, duration in ops)
-    exchange = [("all-reduce", computed, seconds, nbytes)] if seconds else []
-    clock = "equal operations, formula of the all-reduce"
-    n_ranks, unit = measured.n_ranks, measured.unit
-    return simulate.replicas(n_ranks, ops, exchange, clock=clock, unit=unit)
+def predict(measured, exchange, seconds, n_pieces=1):
+    """Return the timeline of equal replicas: forwards and backwards as long as they are
+    on average in the run, and messages that take what a formula says.
 
-
-def _mean(measured, kind):
-    spans = [s for s in measured.spans if (s.lane, s.name) == ("compute", kind)]
-    return sum(s.end - s.start for s in spans) / len(spans)
+    exchange: for each message, how much of the last backward is done when it can leave
+    (None: the first forward waits for it), and its bytes; seconds: of so many bytes.
+    """
+    mean = training.means(measured)
+    ops = [(Op(kind, i), mean[kind]) for i in range(n_pieces) for kind in "FB"]
+    start = sum(seconds(nbytes) for share, nbytes in exchange if share is None)
+    end = start + sum(duration for _, duration in ops)
+    transfers = [
+        (
+            "all_reduce",
+            0.0 if share is None else end - (1 - share) * mean["B"],
+            seconds(nbytes),
+            nbytes,
+        )
+        for share, nbytes in exchange
+    ]
+    clock, unit = "equal operations, formula of the messages", measured.unit
+    return simulate.replicas(measured.n_ranks, ops, transfers, start, clock, unit)

@@ -14,7 +14,7 @@ import torch
 
 from labs.kit import clock, messages, simulate, split, toy, world
 from labs.kit.meter import Meter
-from labs.kit.timeline import Op, Timeline
+from labs.kit.timeline import Timeline
 
 # Convolutions on a GPU would round to ten bits: a run could not equal another one.
 _exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
@@ -252,34 +252,15 @@ def predict(order, measured):
     """Simulate a schedule with equal operations: each kind at its mean in the run, so
     that prediction and run stand on one axis."""
     clk = "equal operations, free links"
-    return simulate.simulate(order, _means(measured), clock=clk, unit=measured.unit)
+    return simulate.simulate(order, means(measured), clock=clk, unit=measured.unit)
 
 
-def _means(measured):
+def means(measured):
     """Return what an operation of each kind takes in a run, on average."""
     spans = [s for s in measured.spans if s.lane == "compute"]
     times = {kind: [s.end - s.start for s in spans if s.name == kind]
              for kind in {s.name for s in spans}}  # fmt: skip
     return {kind: sum(all_of) / len(all_of) for kind, all_of in times.items()}
-
-
-def predict_exchange(measured, n_pieces, exchanged, ready, link):
-    """Return the timeline of ranks that all do the same: equal operations, and messages
-    that take what a ring over `link` takes.
-
-    exchanged: bytes of the messages: one that the first forward waits for, and those
-    that leave when the share `ready` of the last backward is done.
-    """
-    n_ranks, mean = measured.n_ranks, _means(measured)
-    ops = [(Op(kind, i), mean[kind]) for i in range(n_pieces) for kind in "FB"]
-    taken = [clock.ring_seconds(link, "", n_ranks, nbytes) for nbytes in exchanged]
-    start = taken[0] if taken else 0.0
-    end = start + sum(duration for _, duration in ops)
-    begun = [0.0, *(end - (1 - share) * mean["B"] for share in ready)]
-    name = ["all_reduce"] * len(exchanged)
-    transfers = list(zip(name, begun, taken, exchanged))
-    clk, unit = "equal operations, messages as rings", measured.unit
-    return simulate.replicas(n_ranks, ops, transfers, start, clk, unit)
 
 
 def activations(config, n_samples):
