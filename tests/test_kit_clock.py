@@ -12,6 +12,7 @@ from itertools import pairwise
 import cloudpickle
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from labs.kit import clock, messages, toy
@@ -387,10 +388,24 @@ def test_flops_are_those_that_torch_counts():
     def work(i):
         toy.loss_sum(model(inputs), targets).backward()
 
-    with FlopCounterMode(display=False) as counter:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work(0)
-    ((_, _, start, end),) = spans_of(Flops(rate=1.0), ("forward", 0), work=work)
-    assert (start, end) == (0.0, counter.get_total_flops())
+        ((_, _, start, end),) = spans_of(Flops(rate=1.0), ("forward", 0), work=work)
+    assert (start, end) == (0.0, counter.get_total_flops() / 2)
+
+
+def test_flops_of_attention_count_on_the_cpu_too():
+    model, (inputs, _) = toy.build("text"), toy.batch("text", 2)
+    outputs = []
+
+    def work(i):
+        return outputs[0].sum().backward() if outputs else outputs.append(model(inputs))
+
+    calls = ("forward", 0), ("backward", 0)
+    found = spans_of(Flops(rate=1.0), *calls, work=lambda i: work(i) or 0)
+    forward, backward = (end - start for _, _, start, end in found)
+    assert forward == sum(toy.layer_costs("text", 2))
+    assert 2 * forward < backward < 2.1 * forward  # attention computes its scores again
 
 
 def test_phrases_name_clock_costs_and_link():

@@ -391,8 +391,17 @@ class Flops:
         return self._counter.total
 
 
+_attention = torch.ops.aten._scaled_dot_product_flash_attention
+_AS = {  # attention on the CPU, which torch does not count
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
 class _FlopCounter(TorchDispatchMode):
-    """Counts what torch's FlopCounterMode counts, but starts at once."""
+    """Counts what torch's FlopCounterMode counts, but starts at once; and attention."""
 
     total = 0
 
@@ -402,7 +411,8 @@ class _FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        count = flop_registry.get(function.overloadpacket)
+        packet = function.overloadpacket
+        count = flop_registry.get(_AS.get(packet, packet))
         if count:
             self.total += count(*args, **(kwargs or {}), out_val=result)
         return result
