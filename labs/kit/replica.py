@@ -15,20 +15,20 @@ from labs.kit.timeline import Op
 
 
 class Replica:
-    """A model, and the loss of each shard between its forward and its backward."""
+    """A model, and the loss of each piece between its forward and its backward."""
 
     def __init__(self, module):
         self.module, self.live = module, {}
 
-    def forward(self, shard, inputs, targets, n_valid):
-        """Return a shard's part of the batch's mean loss, over n_valid targets."""
+    def forward(self, piece, inputs, targets, n_valid):
+        """Return a piece's part of the batch's mean loss, over n_valid targets."""
         loss = toy.loss_sum(self.module(inputs), targets) / n_valid
-        self.live[shard] = (loss,)
+        self.live[piece] = (loss,)
         return loss.detach()
 
-    def backward(self, shard):
-        """Leave the gradients of the weights in `.grad`."""
-        self.live.pop(shard)[0].backward()
+    def backward(self, piece):
+        """Add to the gradients of the weights."""
+        self.live.pop(piece)[0].backward()
 
 
 def trained(module):
@@ -72,8 +72,8 @@ class Config(training.Config):
     def step(self, worker, rank, inputs, targets):
         """Compute on this rank's shard, which may be empty; then add gradients up."""
         shard = [data.tensor_split(self.n_workers)[rank] for data in (inputs, targets)]
-        loss = worker.forward(rank, *shard, toy.n_valid(targets))
-        worker.backward(rank)
+        loss = worker.forward(0, *shard, toy.n_valid(targets))
+        worker.backward(0)
         sum_gradients(worker.module, self.all_reduce)
         return loss.item()
 
