@@ -330,8 +330,10 @@ def build(root, key):
     cells = read_source(root, key)
     solution, student = solution_cells(cells), student_cells(cells)
     paths = root / "solutions" / f"{key}.ipynb", root / "labs" / f"{key}.ipynb"
-    texts = {str(path.relative_to(root)): path.read_text("utf-8")
-             for path in sorted((root / "labs").rglob("*.py"))}
+    texts = {
+        str(path.relative_to(root)): path.read_text("utf-8")
+        for path in sorted((root / "labs").rglob("*.py"))
+    }
     texts[f"labs/{key}.ipynb"] = "\n".join(cell.source for cell in student)
     problems = leaks(cells, texts)
     if problems:

@@ -7,13 +7,14 @@ and of the versions, and exits with 1 if a check failed, with 2 if there is no G
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -44,11 +45,18 @@ def collectives(rank, n_ranks):
         "into": into,
         "exchange": messages.exchange(mine, rank ^ 1),
         "all_reduce": messages.all_reduce(mine.clone()),
+        "beside": messages.iall_reduce(mine.clone()).wait(),
+        "no header": without_header(mine, rank ^ 1),
         "average": messages.all_reduce(mine.bfloat16(), "avg"),
         "broadcast": messages.broadcast(mine.clone(), 0),
         "all_gather": torch.stack(messages.all_gather(mine)),
     }
     return {name: (t.tolist(), str(t.device)) for name, t in found.items()}
+
+
+def without_header(mine, peer):
+    with messages.trusted():
+        return messages.exchange(mine, peer, into=torch.empty_like(mine))
 
 
 def expected(rank, n_ranks):
@@ -59,6 +67,8 @@ def expected(rank, n_ranks):
         "into": torch.stack([first, first]).t() * (rank > 0),
         "exchange": first + (rank ^ 1),
         "all_reduce": first * n_ranks + sum(range(n_ranks)),
+        "beside": first * n_ranks + sum(range(n_ranks)),
+        "no header": first + (rank ^ 1),
         "average": first + sum(range(n_ranks)) / n_ranks,
         "broadcast": first,
         "all_gather": torch.stack([first + peer for peer in range(n_ranks)]),
@@ -170,12 +180,15 @@ def check_timed(n_ranks=3):
     return {"operations": len(real)}
 
 
-def check_lab(stages, clk):
-    """`python -m labs.gpipe` runs, and says on what."""
+def check_lab(key, options, clk):
+    """The command of a lab runs, and says on what."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "labs.gpipe", "--stages", str(stages)]
+        command = [sys.executable, "-m", f"labs.{key}"]
+        more = [
+            word for name, n in options.items() for word in (f"--{name[2:]}", str(n))
+        ]
         done = subprocess.run(
-            [*command, "--clock", clk, "--out", folder],
+            [*command, *more, "--clock", clk, "--out", folder],
             capture_output=True,
             text=True,
             timeout=2 * LIMIT,
@@ -184,14 +197,22 @@ def check_lab(stages, clk):
     return {"output": done.stdout.splitlines()}
 
 
-def check_equality(stages):
-    """GPipe on the GPU ends with the weights of one process (on the CPU)."""
-    from labs import gpipe
-    from labs.kit import training
+def check_equality(key, options):
+    """A lab on the GPU ends with the weights of one process there."""
+    from labs.kit import lab, training
 
-    report = training.train(gpipe.Config(n_stages=stages), clock.Virtual(clock.Unit()))
+    config = importlib.import_module(f"labs.{key}").Config(**options)
+    report = training.train(config, lab.make_clock("unit", config))
     assert report.weights_gap < 1e-4, report.weights_gap
     return {"weights differ by": report.weights_gap, "loss by": report.loss_gap}
+
+
+LABS = {
+    "gpipe": {"n_stages": 4},
+    "single_gpu": {},
+    "data_parallel": {"n_workers": 4},
+    "ring_allreduce": {"n_workers": 4},
+}
 
 
 def checks():
@@ -203,10 +224,11 @@ def checks():
         "events": check_events,
         "timed in turn": check_timed,
     }
-    if importlib.util.find_spec("labs.gpipe"):
-        found["equality"] = lambda: check_equality(4)
-        for clk in ("wall", "timed", "unit"):
-            found[f"gpipe, {clk}"] = lambda clk=clk: check_lab(4, clk)
+    for lab in LABS.items():
+        found[f"{lab[0]}, equality"] = partial(check_equality, *lab)
+    for clk in ("wall", "timed", "unit"):
+        for lab in LABS.items():
+            found[f"{lab[0]}, {clk}"] = partial(check_lab, *lab, clk)
     return found
 
 
