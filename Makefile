@@ -22,7 +22,7 @@ book: .venv/installed
 
 # Two at a time, but for the tests that look at times.
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not alone" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS)
 
 lab: .venv/installed

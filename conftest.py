@@ -7,6 +7,10 @@ import pytest
 # Doctest would import each of these as one module "conftest".
 collect_ignore_glob = ["tests/*conftest.py"]
 
+# Threads of several workers would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Cells with a slider show their fixed figure, as in the stored notebooks.
 os.environ.setdefault("LABS_STATIC", "1")
 
@@ -21,9 +25,20 @@ def pytest_configure(config):
         options.nbval_cell_timeout = 300
 
 
-def pytest_itemcollected(item):
-    """Say which tests stay together when several workers share them (loadgroup): those
-    of a file, of the built book, of a topic's exercises."""
-    group = item.path.parent if item.path.parent.name == "book" else item.path
-    key = getattr(item, "callspec", None) and item.callspec.params.get("key", "")
-    item.add_marker(pytest.mark.xdist_group(f"{group.name}-{key or ''}"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep together what shares a fixture: the tests of a file, of the built book."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file, _, test = nodeid.partition("::")
+            if file.startswith("tests/book/"):
+                return "tests/book"
+            _, _, parameters = test.partition("[")  # the topic is the first of them
+            apart = file in ("tests/test_checks.py", "tests/test_labs.py")
+            return file + parameters.partition("-")[0] if apart else file
+
+    if config.option.dist == "loadscope":
+        return Together(config, log)
+    return None

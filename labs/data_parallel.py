@@ -32,7 +32,7 @@ def indices(n_samples, n_ranks, rank, epoch=0, seed=0):
     be dealt evenly, and take turns (as torch's DistributedSampler does).
 
     >>> [indices(5, 2, rank, epoch) for epoch in (0, 1) for rank in (0, 1)]
-    [[4, 1, 3], [2, 0, 4], [4, 3, 0], [1, 2, 4]]
+    [[4, 1, 2], [0, 3, 4], [0, 2, 1], [4, 3, 0]]
     """
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(n_samples, generator=generator).tolist()

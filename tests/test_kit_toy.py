@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from labs.kit import toy
 from labs.kit.toy import MODELS, batch, build, loss_sum, n_valid, reference_step
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZE = {"text": 16, "digits": 32}
 
 

@@ -83,10 +83,10 @@ class Report:
     losses: list  # one per step
     truth: list  # the same of one process
     peaks: list  # bytes of activations at the peak of the last step
-    held: list  # bytes of parameters, gradients and optimizer state
     sent: list  # bytes sent in the last step
     weights_gap: float  # distance of any rank's from those of one process, relative
     remarks: list  # sentences: why this run need not equal that of one process
+    held: list = ()  # bytes of parameters, gradients and optimizer state
     predicted: Timeline = None
     rows: list = field(default_factory=list)
     explain: Callable = simulate.explain  # of two timelines: where the bubble is from
@@ -139,10 +139,10 @@ def train(config, clk, progress=False):
         losses,
         truth,
         [result["peak"] for result in results],
-        [result["held"] for result in results],
         [sum(s.nbytes for s in one if s.name == "send") for one in spans],
         _largest(distance({**ours, **part}, weights) for part in parts),
         config.remarks() + _diverged(losses),
+        [result["held"] for result in results],
     )
 
 
