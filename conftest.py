@@ -7,6 +7,9 @@ import pytest
 # Doctest would import each of these as one module "conftest".
 collect_ignore_glob = ["tests/*conftest.py"]
 
+# Files that workers share topic by topic.
+APART = [f"tests/test_{name}.py" for name in ("checks", "labs", "notebooks")]
+
 # Threads of several workers would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,8 +39,8 @@ def pytest_xdist_make_scheduler(config, log):
             if file.startswith("tests/book/"):
                 return "tests/book"
             _, _, parameters = test.partition("[")  # the topic is the first of them
-            apart = file in ("tests/test_checks.py", "tests/test_labs.py")
-            return file + parameters.partition("-")[0] if apart else file
+            topic = parameters.rstrip("]").partition("-")[0]
+            return file + topic if file in APART else file
 
     if config.option.dist == "loadscope":
         return Together(config, log)
