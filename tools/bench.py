@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labs import data_parallel, gpipe, ring_allreduce
 from labs.kit import messages, simulate, toy, world
 
-N_STAGES, N_MICROBATCHES, BATCH, ROUNDS = 4, 8, 32, 40
+N_STAGES, N_MICROBATCHES, BATCH, ROUNDS, WARM_UP = 4, 8, 32, 40, 5
 
 
 def ours(stage, rank, inputs, targets):
@@ -57,21 +57,18 @@ def pipelines(rank, n_ranks):
     theirs = config.worker(rank).module
     inputs, targets = toy.batch(config.model, BATCH)
     step = library(theirs, rank)
-    seconds = {"ours": [], "library": []}
-    for _ in range(ROUNDS):
-        for name in seconds:
-            (stage.module if name == "ours" else theirs).zero_grad()
-            dist.barrier()
-            start = time.perf_counter()
-            if name == "ours":
-                ours(stage, rank, inputs, targets)
-            else:
-                step(inputs, targets)
-            dist.barrier()
-            seconds[name].append(time.perf_counter() - start)
-    pairs = zip(stage.module.parameters(), theirs.parameters())
-    gaps = [(a.grad - b.grad).abs().max() for a, b in pairs]
-    return {name: times[5:] for name, times in seconds.items()}, float(max(gaps))
+    steps = {
+        "ours": lambda: ours(stage, rank, inputs, targets),
+        "library": lambda: step(inputs, targets),
+    }
+    return beside(steps, {"ours": stage.module, "library": theirs}, ROUNDS)
+
+
+def beside(steps, modules, rounds):
+    """Return the seconds of both steps, and the gap of the gradients they leave."""
+    times = in_turn(steps, rounds, lambda name: modules[name].zero_grad())
+    pairs = zip(*(module.parameters() for module in modules.values()))
+    return times, float(max((a.grad - b.grad).abs().max() for a, b in pairs))
 
 
 def bench_pipeline():
@@ -114,25 +111,22 @@ def replicas(rank, n_ranks):
         "ours": our_step,
         "library": lambda: theirs(inputs).square().mean().backward(),
     }
-    times = in_turn(steps, 15, lambda: (ours.zero_grad(), theirs.zero_grad()))
-    ours.zero_grad()
-    our_step()  # the library's gradients are still there
-    pairs = zip(ours.parameters(), theirs.parameters())
-    return times, float(max((a.grad - b.grad).abs().max() for a, b in pairs))
+    return beside(steps, {"ours": ours, "library": theirs}, 15)
 
 
 def in_turn(steps, rounds, prepare):
-    """Return the seconds of each step per round, taken in turn by all ranks at once."""
+    """Return the seconds of each step per round, taken in turn by all ranks at once;
+    prepare(name) comes before each."""
     times = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            prepare()
+            prepare(name)
             dist.barrier()
             start = time.perf_counter()
             step()
             dist.barrier()
             times[name].append(time.perf_counter() - start)
-    return {name: all_of[3:] for name, all_of in times.items()}
+    return {name: all_of[WARM_UP:] for name, all_of in times.items()}
 
 
 def bench_data_parallel():
@@ -155,7 +149,7 @@ def rings(rank, n_ranks, size):
         "library": lambda: dist.all_reduce(tensor),
     }
     return in_turn(
-        steps, max(10, min(60, (128 << 20) // size)), lambda: tensor.fill_(1)
+        steps, max(10, min(60, (128 << 20) // size)), lambda name: tensor.fill_(1)
     )
 
 
