@@ -6,22 +6,13 @@ import sys
 
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from wrong.notes import notes
 
 from labs import data_parallel as lab
 from labs.kit import messages
 from labs.kit.clock import ring_seconds
 
-WRONG = []  # (exercise, answer, words that the verdict must contain)
-
-
-def told(exercise, words):
-    """Note a wrong answer to an exercise, and the words of its verdict."""
-
-    def note(answer):
-        WRONG.append((exercise, answer, words))
-        return answer
-
-    return note
+WRONG, told = notes()
 
 
 # ---- any exercise ----------------------------------------------------------------

@@ -6,23 +6,14 @@ import sys
 import time
 
 import torch
+from wrong.notes import notes
 
 from labs import gpipe as lab
 from labs.kit.simulate import simulate
 from labs.kit.split import chunk_sizes
 from labs.kit.timeline import Op
 
-WRONG = []  # (exercise, answer, words that the verdict must contain)
-
-
-def told(exercise, words):
-    """Note a wrong answer to an exercise, and the words of its verdict."""
-
-    def note(answer):
-        WRONG.append((exercise, answer, words))
-        return answer
-
-    return note
+WRONG, told = notes()
 
 
 # ---- any exercise ----------------------------------------------------------------

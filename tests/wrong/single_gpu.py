@@ -7,22 +7,13 @@ import time
 
 import torch
 import torch.nn.functional as F
+from wrong.notes import notes
 
 from labs import single_gpu as lab
 from labs.kit import toy
 from labs.kit.split import chunk_sizes
 
-WRONG = []  # (exercise, answer, words that the verdict must contain)
-
-
-def told(exercise, words):
-    """Note a wrong answer to an exercise, and the words of its verdict."""
-
-    def note(answer):
-        WRONG.append((exercise, answer, words))
-        return answer
-
-    return note
+WRONG, told = notes()
 
 
 # ---- any exercise ----------------------------------------------------------------
