@@ -23,6 +23,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from labs.kit import lab, messages, replica, simulate, toy, training
 from labs.kit.clock import ring_seconds
+from labs.kit.replica import gradient
 
 
 def indices(n_samples, n_ranks, rank, epoch=0, seed=0):
@@ -44,13 +45,6 @@ def broadcast_start(module):
     """Give all ranks the parameters and buffers of rank 0."""
     for tensor in module.state_dict().values():
         messages.broadcast(tensor)
-
-
-def gradient(parameter):
-    """Return a parameter's gradient: zeros if this rank did not use it."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def average(tensors):

@@ -127,7 +127,6 @@ class Config(training.Config):
 
     def check(self):
         super().check()
-        lab.choose("model", self.model, toy.MODELS)
         split.even(self.batch, self.n_microbatches, "samples", "microbatches")
 
     def n_ranks(self):

@@ -35,15 +35,19 @@ def trained(module):
     return [weight for weight in module.parameters() if weight.requires_grad]
 
 
+def gradient(parameter):
+    """Return a parameter's gradient: zeros if this rank did not use it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
 def sum_gradients(module, all_reduce):
     """Add up the gradients of all ranks, as one flat tensor; all_reduce is in place.
 
     A weight that this rank has not used counts with zeros: others may have used it.
     """
-    for weight in trained(module):
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-    gradients = [weight.grad for weight in trained(module)]
+    gradients = [gradient(weight) for weight in trained(module)]
     flat = parameters_to_vector(gradients)
     all_reduce(flat)
     vector_to_parameters(flat, gradients)
@@ -58,10 +62,6 @@ class Config(training.Config):
     """
 
     n_workers: Annotated[int, "ranks, each with a copy of the model"] = 4
-
-    def check(self):
-        super().check()
-        self.build()  # it knows which models there are
 
     def n_ranks(self):
         return self.n_workers

@@ -49,6 +49,7 @@ class Config:
                 raise ValueError(
                     f"{name} must be a whole number from 1 up, not {value!r}."
                 )
+        toy.n_layers(self.model)  # it knows which models there are
 
     def build(self, layers=None):
         """Return the model, or only some `layers` of it (a slice or range)."""
