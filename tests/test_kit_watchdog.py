@@ -351,7 +351,7 @@ ENDS = {
     wants_too_much_of_python: "rank 0 raised MemoryError",
     returns_a_lock: "rank 0 raised TypeError: a result of type lock cannot be sent ",
     launches: "rank 0 raised RuntimeError: launch() was called inside a rank",
-    leaves_the_group: "rank 0 raised RuntimeError: ",
+    leaves_the_group: "rank 0 raised PeerGone: rank 1 is gone: its connection was ",
     leaves_a_child: "rank 0 raised ValueError: no such layer",
     never_returns: "rank 1 had not returned after 2 s, the limit of this run",
 }

@@ -63,6 +63,7 @@ class Clock:
     """Hears all that a rank does. This one writes nothing down."""
 
     records = False
+    in_order = False  # must messages be taken in the order of their times?
 
     def run(self, name, microbatch, work):
         """Return work(), an operation."""
@@ -244,11 +245,17 @@ class Virtual(_Recorder):
     An operation advances it by its cost; a message arrives after the link's latency
     and bytes / bandwidth, each port serving one message at a time; a receiver's time
     becomes the later of its own and the arrival (Lamport 1978, with durations).
+    slow: {rank: factor}, how many times as long a rank's operations take.
     """
 
-    def __init__(self, cost, link=Link()):  # noqa: B008 (immutable)
+    in_order = True
+
+    def __init__(self, cost, link=Link(), slow=None):  # noqa: B008 (immutable)
         self.cost, self.link, self.unit = cost, link, cost.unit
+        self.slow = slow or {}
         self.phrase = f"virtual time, {cost.phrase}, {_described(link, cost.unit)}"
+        for rank, factor in self.slow.items():
+            self.phrase += f", rank {rank} takes {factor:g} times as long"
 
     def begin(self, rank):
         super().begin(rank)
@@ -280,6 +287,7 @@ class Virtual(_Recorder):
     def _run(self, name, microbatch, work):
         self._marks.clear()
         result, cost = self.cost(self.rank, name, microbatch, work)
+        cost *= self.slow.get(self.rank, 1)
         start, self.time = self.time, self.time + cost
         total = self.cost.done() if self._marks else 0
         for mark in self._marks:

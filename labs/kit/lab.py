@@ -119,17 +119,20 @@ def make_clock(name, config, link=Link()):  # noqa: B008 (immutable)
         raise ValueError(f"a link needs latency >= 0 and bandwidth > 0: {link}.")
     plan = world.plan(config.n_ranks())
     if name == "auto":
-        name = "wall" if plan.place == "own" and link == Link() else "timed"
+        real = plan.place == "own" and link == Link() and not config.slow()
+        name = "wall" if real else "timed"
     if name == "wall":
         if link != Link():
             raise ValueError("wall time has the links of this machine, no others.")
+        if config.slow():
+            raise ValueError("a slow rank needs virtual time: choose another clock.")
         return clock.Wall()
     cost = {
         "unit": lambda: clock.Unit(config.costs(), config.within),
         "flops": lambda: clock.Flops(),
         "timed": lambda: clock.Timed(plan.n_gpus or world.cores() // plan.threads or 1),
     }
-    return clock.Virtual(cost[name](), link)
+    return clock.Virtual(cost[name](), link, config.slow())
 
 
 def choose(what, name, choices):

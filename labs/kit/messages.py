@@ -8,7 +8,10 @@ memory: NCCL knows no tags, and its sends hold up receives from the same rank.
 """
 
 import contextlib
+import queue
+import re
 import struct
+import threading
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ _HEADER = struct.Struct(f"<3q{_MAX_DIMS}q{_MAX_TITLE}s3d")
 _SMALL, _LARGE = 1 << 12, 1 << 16  # bytes: least and most room beside a header
 _BARE = 1 << 30  # the tag of messages without a header
 _MAX_UNFINISHED = 256  # sends that nobody waits for: gloo does not say that one is over
+_CLOSED = re.compile("[Cc]losed|[Rr]eset|[Bb]roken pipe|remote process exited")
 
 device = torch.device("cpu")  # where this rank computes; set when the rank starts
 staged = False  # do collectives, too, travel through host memory?
@@ -89,6 +93,28 @@ def _call(name, peer=None, detail=""):
 # ---- point to point ----------------------------------------------------------------
 
 
+class PeerGone(RuntimeError):
+    """Rank `peer` has ended: it neither sends nor receives any more."""
+
+    def __init__(self, peer, text="its connection was closed"):
+        super().__init__(f"rank {peer} is gone: {text}.")
+        self.peer, self._args = peer, (peer, text)
+
+    def __reduce__(self):
+        return type(self), self._args
+
+
+@contextlib.contextmanager
+def _with_peer(peer):
+    """Raise PeerGone for what the library says when a connection has closed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerGone) or not _CLOSED.search(str(error)):
+            raise
+        raise PeerGone(peer) from None
+
+
 class Pending:
     """A send under way. It keeps what it sends until `wait` has returned."""
 
@@ -100,13 +126,13 @@ class Pending:
         """Wait until the receiver has taken the message."""
         if not self._works:
             return
-        since = clock.current.now()
-        with _call("send", self._to):
-            for work in reversed(self._works):  # then only the first has to wait
+        since, works, self._works = clock.current.now(), self._works, []
+        del _unfinished[self]  # also of a peer that is gone
+        with _call("send", self._to), _with_peer(self._to):
+            for work in reversed(works):  # then only the first has to wait
                 work.wait()
         clock.current.waited(self._to, since)
-        self._works, self._buffers = [], []
-        del _unfinished[self]
+        self._buffers = []
 
 
 def isend(tensor, to, tag=None):
@@ -129,7 +155,9 @@ def isend(tensor, to, tag=None):
         parts.append(_to_wire(tensor))
     _write_header(data, tensor, clock.current.sent(to, size, tag, since))
     send = dist.group.WORLD.send
-    pending = Pending(to, [send([part], to, tag or 0) for part in parts], parts)
+    with _with_peer(to):
+        works = [send([part], to, tag or 0) for part in parts]
+    pending = Pending(to, works, parts)
     if len(_unfinished) > _MAX_UNFINISHED:
         next(iter(_unfinished)).wait()
     return pending
@@ -214,16 +242,28 @@ class _Posted:
         self.source, self.tag, self.into = source, tag, into
         self.expected = _expected("from", source, tag)
         self.data, block = _block("from", source, tag)
-        self.works = [self._post(block)]
-        if self.expected:
-            self.works.append(self._post_data(self.expected))
+        with _with_peer(source):
+            self.works = [self._post(block)]
+            if self.expected:
+                self.works.append(self._post_data(self.expected))
+
+    def wait(self):
+        """Wait until it has come; of large data, only the header need be there."""
+        with _with_peer(self.source):
+            for work in reversed(self.works):  # then only the first has to wait
+                work.wait()
+        self.works = []
+
+    def header(self):
+        """Return (shape, dtype, title, stamp), once it has come."""
+        return _read_header(self.data, self.source)
 
     def take(self, since):
         """Return the tensor, once it has come; the rank called for it at `since`."""
-        for work in reversed(self.works):  # then only the first wait has to wait
-            work.wait()
-        shape, dtype, _, stamp = _read_header(self.data, self.source)
-        tensor = self._come(shape, dtype)
+        self.wait()
+        shape, dtype, _, stamp = self.header()
+        with _with_peer(self.source):
+            tensor = self._come(shape, dtype)
         into = tensor if self.into is None else self.into
         if (into.shape, into.dtype) != (shape, dtype):
             raise _misfit(into, shape, dtype, self.source)
@@ -259,11 +299,76 @@ class _Posted:
         return dist.group.WORLD.recv([buffer], self.source, self.tag or 0)
 
 
+class Inbox:
+    """Messages of several ranks, first come, first served: one pending per rank.
+
+    In virtual time it takes, of one message from each rank, the one that was sent
+    first, so a run is the same every time (ties: the lower rank).
+    """
+
+    def __init__(self, tag=None):
+        self._tag, self._posted = tag, {}
+        self._come = queue.SimpleQueue()
+
+    def take(self, among):
+        """Return (source, tensor), the next message of one of the ranks `among`.
+
+        Raises PeerGone if one of them has ended; the others' messages stay.
+        """
+        if not among:
+            raise ValueError("an inbox takes from at least one rank: name it.")
+        for source in among:
+            _check_peer(source, self._tag, "receive from")
+        since = clock.current.ready()
+        names = " from any of ranks " + ", ".join(map(str, among))
+        with _call("receive", None, names + _tagged(self._tag)):
+            source = self._next(among)
+            return source, self._posted.pop(source).take(since)
+
+    def _next(self, among):
+        for source in among:
+            if source not in self._posted:
+                self._post(source)
+        if not clock.current.in_order:
+            return self._first_come()
+        for source in among:
+            try:
+                self._posted[source].wait()
+            except PeerGone:
+                del self._posted[source]
+                raise
+        return min(among, key=lambda s: (self._posted[s].header()[3][0], s))
+
+    def _post(self, source):
+        posted = self._posted[source] = _Posted(source, self._tag, None)
+        if not clock.current.in_order:
+            threading.Thread(target=self._watch, args=(posted,), daemon=True).start()
+
+    def _watch(self, posted):
+        """A thread per message: the library cannot wait for the first of several."""
+        try:
+            posted.wait()
+            self._come.put((posted.source, None))
+        except RuntimeError as error:
+            self._come.put((posted.source, error))
+
+    def _first_come(self):
+        source, error = self._come.get()
+        if error:
+            del self._posted[source]
+            raise error
+        return source
+
+
 def finish():
-    """Wait for all that nobody waited for; a rank does this when it returns."""
+    """Wait for all that nobody waited for; a rank does this when it returns.
+
+    A peer that is gone takes nothing any more: whoever needs it has noticed.
+    """
     aside.finish()
     for pending in list(_unfinished):
-        pending.wait()
+        with contextlib.suppress(PeerGone):
+            pending.wait()
 
 
 def _to_self(tensor, into):

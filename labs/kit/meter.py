@@ -16,19 +16,37 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
+class OutOfMemory(MemoryError):
+    """A device of `budget` bytes cannot hold what is `fixed` and the `activations`."""
+
+    def __init__(self, budget, fixed, activations):
+        super().__init__(
+            f"a device holds {budget:,} B, but this rank needs {fixed:,} B for its "
+            "parameters, gradients and optimizer state, and by now "
+            f"{activations:,} B for activations: split the model over more ranks, or "
+            "make the batch smaller."
+        )
+        self._args = budget, fixed, activations
+
+    def __reduce__(self):
+        return type(self), self._args
+
+
 class Meter(saved_tensors_hooks):
     """Counts the tensors that autograd saves inside `with meter:`, until it frees them.
 
     Tensors that share a storage count once, and a view counts as its whole storage,
     for that is what it keeps alive. Parameters and buffers of `modules` do not count:
     they would stay anyway. What an algorithm keeps by itself it reports with `hold`
-    and `drop`. Only the innermost hooks see a tensor, so what `torch.utils.checkpoint`
-    recomputes under its own hooks does not count.
+    and `drop`. Above what `allow` allows it raises OutOfMemory. Only the innermost
+    hooks see a tensor, so what `torch.utils.checkpoint` recomputes under its own hooks
+    does not count.
     """
 
     def __init__(self, *modules):
         super().__init__(self._pack, self._unpack)
         self.bytes = self.peak = 0
+        self.limit, self.fixed = None, 0
         self._modules = modules
         self._weights = set()
         self._kept = WeakValueDictionary()
@@ -71,6 +89,15 @@ class Meter(saved_tensors_hooks):
         stage.forward, stage.backward = hold, drop
         return stage
 
+    def allow(self, budget, fixed=0):
+        """From now on, at most `budget` bytes, of which `fixed` are taken for good."""
+        self.limit, self.fixed = budget - fixed, fixed
+        self.check()
+
+    def check(self):
+        if self.limit is not None and self.bytes > self.limit:
+            raise OutOfMemory(self.limit + self.fixed, self.fixed, self.bytes)
+
     def reset_peak(self):
         """Let `peak` start again from what is kept now."""
         self.peak = self.bytes
@@ -106,6 +133,7 @@ class _Kept:
         self.nbytes = tensor.untyped_storage().nbytes() if counts else 0
         meter.bytes += self.nbytes
         meter.peak = max(meter.peak, meter.bytes)
+        meter.check()
 
     def __del__(self):
         self.meter.bytes -= self.nbytes

@@ -5,6 +5,7 @@ step, and the timeline to expect.
 """
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Annotated
 
 import torch
@@ -19,6 +20,7 @@ class Replica:
 
     def __init__(self, module):
         self.module, self.live = module, {}
+        self.numbers = count()  # of its steps, where a whole run is recorded
 
     def forward(self, piece, inputs, targets, n_valid):
         """Return a piece's part of the batch's mean loss, over n_valid targets."""
@@ -42,15 +44,17 @@ def gradient(parameter):
     return parameter.grad
 
 
-def sum_gradients(module, all_reduce):
-    """Add up the gradients of all ranks, as one flat tensor; all_reduce is in place.
+def flat_gradient(module):
+    """Return all gradients as one flat tensor. A weight that this rank has not used
+    counts with zeros: others may have used it."""
+    return parameters_to_vector([gradient(weight) for weight in trained(module)])
 
-    A weight that this rank has not used counts with zeros: others may have used it.
-    """
-    gradients = [gradient(weight) for weight in trained(module)]
-    flat = parameters_to_vector(gradients)
+
+def sum_gradients(module, all_reduce):
+    """Add up the gradients of all ranks, as one flat tensor; all_reduce is in place."""
+    flat = flat_gradient(module)
     all_reduce(flat)
-    vector_to_parameters(flat, gradients)
+    vector_to_parameters(flat, [weight.grad for weight in trained(module)])
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,13 @@ class Config(training.Config):
     def worker(self, rank):
         return Replica(self.build())
 
+    def shard(self, number, *batch):
+        """Return a worker's samples of a batch; there may be none."""
+        return [data.tensor_split(self.n_workers)[number] for data in batch]
+
     def step(self, worker, rank, inputs, targets):
         """Compute on this rank's shard, which may be empty; then add gradients up."""
-        shard = [data.tensor_split(self.n_workers)[rank] for data in (inputs, targets)]
+        shard = self.shard(rank, inputs, targets)
         loss = worker.forward(0, *shard, toy.n_valid(targets))
         worker.backward(0)
         sum_gradients(worker.module, self.all_reduce)

@@ -325,7 +325,7 @@ def explain(predicted, measured, needs=pipeline_needs):
         simulate(schedule, cost, delay=delay, needs=needs).bubble(),
         measured.bubble(),
     ]
-    return Explanation(_steps(bubbles))
+    return Explanation(steps(bubbles))
 
 
 def explain_replicas(predicted, measured):
@@ -349,10 +349,10 @@ def explain_replicas(predicted, measured):
         bubble(measured.exposed(slowest)),
         measured.bubble(),
     ]
-    return Explanation(_steps(bubbles), MEANING_OF_REPLICAS)
+    return Explanation(steps(bubbles), MEANING_OF_REPLICAS)
 
 
-def _steps(bubbles):
+def steps(bubbles):
     """Return what each bubble adds to the one before, by name, in points."""
     points = [100 * (b - a) for a, b in zip([0.0, *bubbles], bubbles)]
     return list(zip(MEANING, points))

@@ -223,6 +223,18 @@ def delayed_run(name, steps, size, delay, lr=None, momentum=MOMENTUM):
     return losses
 
 
+def delayed_descent(lr, steps, delay=1, w=1.0):
+    """Minimise w^2/2 with gradients that are `delay` updates old; return every w.
+
+    >>> [round(delayed_descent(lr, 60)[-1], 4) for lr in (0.9, 1.2)]
+    [0.0066, -54142.2339]
+    """
+    path = [w] * (delay + 1)
+    for _ in range(steps):
+        path.append(path[-1] - lr * path[-1 - delay])
+    return path[delay:]
+
+
 def layer_costs(name, size):
     """FLOPs of each layer's forward pass on a batch of `size` samples, a list of int.
 

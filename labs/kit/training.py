@@ -4,6 +4,8 @@ A lab describes its scheme as a Config: what each rank's worker is, and what it 
 one step. `train` does the rest, which is the same for every scheme.
 """
 
+import contextlib
+import copy
 import math
 import sys
 from collections.abc import Callable
@@ -31,11 +33,14 @@ class Config:
 
     `watched` names the worker's methods that compute, {method: kind of operation}.
     Override `build` to train another model, on the same data; `optimizer` where the
-    worker updates its weights itself; `finish` for what follows an update.
+    worker updates its weights itself (and then has an `optimizer`, if it uses one);
+    `finish` for what follows an update.
     """
 
     watched = {"forward": "F", "backward": "B"}
     within = False  # may a rank communicate within an operation?
+    whole = False  # is the whole run recorded, and not its last step alone?
+    budget = None  # bytes that a rank may hold
 
     model: Annotated[str, "text (a transformer) or digits (a CNN)"] = "text"
     batch: Annotated[int, "samples per step"] = 32
@@ -66,6 +71,13 @@ class Config:
     def finish(self, worker, rank, step):
         """What a rank does at the end of a step, when its weights are updated."""
 
+    def facts(self, worker):
+        """Return what a rank has to tell at the end; Report.facts holds it."""
+
+    def slow(self):
+        """Return {rank: how many times as long its operations take}; virtual time."""
+        return {}
+
     def remarks(self):
         """Return sentences that say why a run need not equal that of one process."""
         return split.remarks(self.build())
@@ -80,14 +92,16 @@ class Report:
     """What a run gave: lists are in rank order."""
 
     config: Config
-    timeline: Timeline  # of the last step
+    timeline: Timeline  # of the last step, or of all
     losses: list  # one per step
     truth: list  # the same of one process
-    peaks: list  # bytes of activations at the peak of the last step
-    sent: list  # bytes sent in the last step
+    peaks: list  # bytes of activations at the peak of what was recorded
+    sent: list  # bytes sent in it
     weights_gap: float  # distance of any rank's from those of one process, relative
     remarks: list  # sentences: why this run need not equal that of one process
     held: list = ()  # bytes of parameters, gradients and optimizer state
+    parts: list = ()  # [rank][step]: what it returned, a part of the loss or None
+    facts: list = ()  # what each rank has to tell besides
     predicted: Timeline = None
     rows: list = field(default_factory=list)
     explain: Callable = simulate.explain  # of two timelines: where the bubble is from
@@ -121,8 +135,8 @@ ROUNDING = 1e-6  # what float32 may lose between two orders of the same sums
 def train(config, clk, progress=False):
     """Run `config.steps` steps on ranks and in one process; return a Report.
 
-    clk: a clock of labs.kit.clock, which records the last step. progress: print the
-    loss about ten times, to stderr.
+    clk: a clock of labs.kit.clock, which records the last step, or the whole run.
+    progress: print the loss, or how far it is, about ten times, to stderr.
     """
     config.check()
     results = world.launch(_train, config.n_ranks(), config, clk, progress)
@@ -144,33 +158,43 @@ def train(config, clk, progress=False):
         _largest(distance({**ours, **part}, weights) for part in parts),
         config.remarks() + _diverged(losses),
         [result["held"] for result in results],
+        [result["losses"] for result in results],
+        [result["facts"] for result in results],
     )
 
 
 @_exact
 def _train(rank, n_ranks, config, clk, progress):
-    """One rank's training: all steps, the last one under the clock and the meter."""
+    """One rank's training; the clock and the meter run in the last step, or in all."""
     worker = config.worker(rank)
     worker.module.to(messages.device)
     optimizer, meter = config.optimizer(worker.module), Meter(worker.module)
-    losses = []
-    for step in range(config.steps):
-        batch = [tensor.to(messages.device) for tensor in config.data(step)]
-        if step < config.steps - 1:
+    if config.budget:
+        meter.allow(config.budget, needed(config, worker.module))
+    losses, recorded = [], 0 if config.whole else config.steps - 1
+    with contextlib.ExitStack() as stack:
+        for step in range(config.steps):
+            batch = [tensor.to(messages.device) for tensor in config.data(step)]
+            if step == (0 if config.budget else recorded):
+                stack.enter_context(meter)
+                if hasattr(worker, "forward"):  # a server computes none
+                    meter.watch(worker)
+            if step == recorded:
+                messages.barrier()
+                stack.enter_context(clock.recording(clk, rank))
+                clock.watch(worker, **_of(worker, config.watched))
             losses.append(_step(config, worker, rank, step, batch, optimizer))
-        else:
-            messages.barrier()
-            with meter, clock.recording(clk, rank):
-                clock.watch(meter.watch(worker), **config.watched)
-                losses.append(_step(config, worker, rank, step, batch, optimizer))
-        if progress and _due(step, config.steps):
-            _tell(step, config.steps, losses[-1])
+            if step == config.steps - 1:
+                stack.close()
+            if progress and _due(step, config.steps):
+                _tell(config, step, losses[-1])
     return {
         "losses": losses,
         "weights": worker.module.state_dict(),
         "spans": clk.spans,
         "peak": meter.peak,
-        "held": held(worker.module, optimizer),
+        "held": held(worker.module, optimizer or getattr(worker, "optimizer", None)),
+        "facts": config.facts(worker),
         "hardware": world.here(),
     }
 
@@ -189,12 +213,31 @@ def _due(step, steps):
     return (step + 1) % max(1, steps // 10) == 0
 
 
-def _tell(step, steps, loss):
+def _of(worker, watched):
+    """Return those of the methods that a worker has: ranks may have different tasks."""
+    return {name: kind for name, kind in watched.items() if hasattr(worker, name)}
+
+
+def _tell(config, step, loss):
     """Rank 0 prints the loss, for its lines appear at once. It may be on another rank,
-    so all of them take part."""
-    loss = messages.all_reduce(torch.tensor(loss or 0.0), name="loss").item()
+    so all of them take part; but not in a run that is recorded as a whole."""
+    said = f"step {step + 1} of {config.steps}"
+    if not config.whole:
+        part = torch.tensor(loss or 0.0)
+        said += f": loss {messages.all_reduce(part, name='loss').item():.4f}"
     if messages.rank() == 0:
-        print(f"step {step + 1} of {steps}: loss {loss:.4f}", file=sys.stderr)
+        print(said, file=sys.stderr)
+
+
+def needed(config, module):
+    """Return the bytes that `held` will find after a step, without taking them."""
+    shape = copy.deepcopy(module).to("meta")
+    optimizer = config.optimizer(shape)
+    for weight in shape.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    if optimizer:
+        optimizer.step()
+    return held(shape, optimizer)
 
 
 def held(module, optimizer=None):

@@ -84,6 +84,8 @@ class Failure(NamedTuple):
     when: float = 0.0
     echo: bool = False
     trail: tuple = ()  # the places of user code on the way to the error
+    peer: int | None = None  # of another rank that is gone, which it blames
+    heard: tuple = ()  # what other ranks said of this one
 
 
 class RankFailed(RuntimeError):
@@ -176,10 +178,11 @@ def failure_of(rank, error, when):
     if isinstance(error, SyntaxError) and error.filename:
         place = place_of(error.filename, error.lineno or 0)
     text = in_words(error)
-    if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+    if type(error) is MemoryError or _NO_MEMORY.search(text):
         text += "\n  It ran out of memory: make the batch or the model smaller."
     echo = isinstance(error, RuntimeError) and bool(_ECHO.search(text))
-    return Failure(rank, "raised", text, place, when, echo, tuple(trail))
+    peer = getattr(error, "peer", None)
+    return Failure(rank, "raised", text, place, when, echo, tuple(trail), peer)
 
 
 def in_words(error):
@@ -213,9 +216,14 @@ def culprit(failures):
     Ranks that fail on one line fail together: then it is the lowest of them, so that
     the message is the same every time.
     """
-    first = min(failures, key=lambda failure: (failure.echo, failure.when))
+    failures = list(failures)
+    failed = {failure.rank for failure in failures}
+    first = min(failures, key=lambda f: (f.echo or f.peer in failed, f.when))
     alike = [f for f in failures if (f.place, f.echo) == (first.place, first.echo)]
-    return min(alike, key=lambda failure: failure.rank)
+    found = min(alike, key=lambda failure: failure.rank)
+    heard = [f"rank {f.rank} raised {f.text}" for f in failures
+             if f.peer == found.rank and not f.echo]  # fmt: skip
+    return found._replace(heard=tuple(heard)) if heard else found
 
 
 def cause(failures, pause):
@@ -241,6 +249,7 @@ def tell(failure):
         at = "last seen at" if failure.kind in ("killed", "late") else "at"
         lines.append(f"  {at} {failure.place}")
     lines += [f"  called from {place}" for place in reversed(failure.trail[:-1])][:4]
+    lines += [f"  {said}" for said in failure.heard]
     if failure.echo:
         lines.append("  Another rank had closed its connections, or had ended.")
     return "\n".join(lines)

@@ -32,12 +32,13 @@ _MAX_OUTPUT = 4 << 20  # bytes shown per rank: a print in an endless loop stops 
 _starting = threading.Lock()  # launches from several threads start one after the other
 
 
-def launch(fn, n_ranks, *args, backend="auto", limit=None):
+def launch(fn, n_ranks, *args, backend="auto", limit=None, may_fail=()):
     """Run fn(rank, n_ranks, *args) on n_ranks ranks; return all results in rank order.
 
     fn: any function, also a lambda or closure from a notebook cell. backend: "auto",
     "gloo" or "nccl". limit: seconds after which the run is ended (None: no limit; a
-    deadlock is found in seconds all the same).
+    deadlock is found in seconds all the same). may_fail: ranks without which the run
+    goes on when they end too early; their results are then watchdog.Failure.
     Raises RankFailed (Deadlock) naming the rank, its line and the cause; ValueError or
     TypeError, before a rank starts, for what cannot run. No process is left.
     """
@@ -49,9 +50,9 @@ def launch(fn, n_ranks, *args, backend="auto", limit=None):
         raise ValueError(f"limit is a time in seconds above 0, or None, not {limit!r}.")
     if sys.platform == "win32":
         raise RuntimeError("ranks need Linux or macOS: on Windows, use WSL.")
-    if torchrun.started_us():
+    if torchrun.started_us():  # it ends all ranks when one has failed
         return torchrun.join(fn, n_ranks, args, backend, limit)
-    run = _Run(plan(n_ranks, backend))
+    run = _Run(plan(n_ranks, backend), may_fail)
     try:
         run.start(_packed(fn, args))
         return run.results(limit)
@@ -255,8 +256,9 @@ def _store(n_ranks):
 class _Run:
     """One launch: its ranks, and what has been heard of them."""
 
-    def __init__(self, plan):
+    def __init__(self, plan, may_fail=()):
         self.plan, self.ranks, self.store = plan, [], None
+        self.may_fail = set(may_fail)
         self.name = f"{os.getpid()}-{time.monotonic_ns()}"
 
     def start(self, packed):
@@ -284,7 +286,7 @@ class _Run:
         """Watch until all have returned; raise as soon as one cannot."""
         self.watch = watchdog.Watch(self.plan.n_ranks, limit)
         try:
-            while not all(one.result for one in self.ranks):
+            while not all(one.result or self._spared(one) for one in self.ranks):
                 self._listen()
                 self._judge()
         except KeyboardInterrupt:
@@ -293,20 +295,32 @@ class _Run:
             print(f"Interrupted. The ranks were here:\n{where}", file=sys.stderr)
             raise
         self._show_rest()
-        return [_unpacked(one.result) for one in self.ranks]
+        return [
+            one.failure if self._spared(one) else _unpacked(one.result)
+            for one in self.ranks
+        ]
+
+    def _spared(self, one):
+        """Is this a rank that has failed, and without which the run goes on?"""
+        return one.failure and one.number in self.may_fail
 
     def _listen(self):
         wait([pipe for one in self.ranks for pipe in one.handles()], _TICK)
         for one in self.ranks:
             known = one.status
             one.pump()
+            if self._spared(one):
+                one.kill()  # then the others notice
+                one.status = Status(returned=True)
             if one.status is not known:
                 self.watch.hear(one.number, one.status)
         self._show_live()
 
     def _judge(self):
-        if any(one.failure for one in self.ranks):
-            failures = lambda: [one.failure for one in self.ranks if one.failure]
+        failures = lambda: [
+            one.failure for one in self.ranks if one.failure and not self._spared(one)
+        ]
+        if failures():
             self._raise(watchdog.cause(failures, self._listen))
         verdict = self.watch.verdict()
         if verdict:
@@ -321,7 +335,7 @@ class _Run:
         wait for their turn, so that the order is always the same."""
         for one in self.ranks:
             one.show()
-            if not one.result:
+            if not (one.result or self._spared(one)):
                 return
 
     def _show_rest(self):
