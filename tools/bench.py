@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from labs import data_parallel, gpipe, ring_allreduce
-from labs.kit import messages, simulate, toy, world
+from labs import data_parallel, gpipe, model_parallel, parameter_server, ring_allreduce
+from labs.kit import messages, served, simulate, toy, world
 
 N_STAGES, N_MICROBATCHES, BATCH, ROUNDS, WARM_UP = 4, 8, 32, 40, 5
 
@@ -165,6 +165,69 @@ def bench_ring():
             say(name, ratio, "at least 0.95" if size >= 4 << 20 else "none")
 
 
+class Weights(torch.nn.Module):
+    """As many bytes of weights as asked for, each with a gradient of 1."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(size // 4))
+        self.weights.grad = torch.ones(size // 4)
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), 0.1)
+
+
+def exchanges(rank, n_ranks, n_servers, size):
+    """Time synchronous rounds of pull, push and update, without any computation."""
+    workers = range(n_servers, n_ranks)
+    if rank < n_servers:
+        part = torch.zeros(size // 4).tensor_split(n_servers)[rank]
+        server = parameter_server.Server(part, sgd, served.Turns(workers))
+        steps = {"round": lambda: server.serve(len(workers))}
+    else:
+        order = served.order(n_servers, rank, True)
+        worker = parameter_server.Worker(Weights(size), order)
+        steps = {"round": lambda: (worker.pull(), worker.push())}
+    times = in_turn(steps, 20, lambda name: None)["round"]
+    server.serve() if rank < n_servers else worker.leave()
+    return statistics.median(times)
+
+
+def bench_parameter_server(size=16 << 20, counts=(1, 2, 4)):
+    """Time against the number of workers: one server, one for each worker, a ring."""
+    launch, median = world.launch, statistics.median
+    times = {
+        "one server": [launch(exchanges, 1 + n, 1, size)[0] for n in counts],
+        "a server per worker": [launch(exchanges, 2 * n, n, size)[0] for n in counts],
+        "ring all-reduce": [median(launch(rings, n, size)[0]["ours"]) for n in counts],
+    }
+    for what, seconds in times.items():
+        shown = ", ".join(f"{1e3 * each:.0f}" for each in seconds)
+        say(f"{what}: time of 4 workers / of 2", seconds[2] / seconds[1], "none",
+            f"{shown} ms with 1, 2, 4 workers, {size >> 20} MiB; all share this "
+            "machine's cores and memory")  # fmt: skip
+
+
+def stages(rank, n_ranks):
+    """Time a step of a model that is cut in two, and of the whole on one rank."""
+    config = model_parallel.Config(n_stages=n_ranks, batch=BATCH)
+    cut, whole = config.worker(rank), config.build()
+    inputs, targets = config.data(0)
+    cut.loss = config.loss(rank, targets)
+    alone = lambda: rank == 0 and toy.reference_step(whole, inputs, targets)
+    steps = {"cut": lambda: model_parallel.in_turn(cut, inputs), "whole": alone}
+    return in_turn(steps, ROUNDS, lambda name: cut.module.zero_grad())
+
+
+def bench_model_parallel():
+    times = world.launch(stages, 2)[0]
+    ratio = statistics.median(map(float.__truediv__, times["cut"], times["whole"]))
+    medians = [1e3 * statistics.median(times[name]) for name in times]
+    say("model-parallel step, 2 stages / single process", ratio, "about 1",
+        f"{medians[0]:.1f} ms and {medians[1]:.1f} ms a step, gloo")  # fmt: skip
+
+
 def nothing(rank, n_ranks=4):
     return messages.n_ranks()
 
@@ -208,6 +271,8 @@ def main():
     bench_pipeline()
     bench_data_parallel()
     bench_ring()
+    bench_parameter_server()
+    bench_model_parallel()
     bench_launch()
     bench_simulate()
 
