@@ -170,6 +170,7 @@ def report(remarks=(), losses=(2.0, 1.0)):
         gpipe.Config(n_stages=1), timeline, list(losses), [2.0, 1.0], [10], [0], 1e-9,
         list(remarks),
     )  # fmt: skip
+    made.hardware = "CPU"
     made.predicted = training.predict([[Op("F", 0), Op("B", 0)]], timeline)
     made.rows = [("bubble", 0.0, timeline.bubble(), "%")]
     return made

@@ -193,7 +193,7 @@ def test_a_block_keeps_sixteen_vectors_of_each_token():
 def test_the_ledger_counts_what_it_predicts(model, n):
     report = measure(Config(model, batch=8, steps=1, n_microbatches=n), UNIT)
     rows = {name: (said, did) for name, said, did, _ in report.rows}
-    on_cpu = report.timeline.hardware.startswith("CPU")
+    on_cpu = report.hardware.startswith("CPU")
     for name in ("parameters", "gradients", "optimizer states", "activations"):
         said, did = rows[name]
         assert 0 < did == pytest.approx(said, rel=0 if on_cpu else 0.01), name

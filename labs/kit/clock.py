@@ -63,6 +63,7 @@ class Clock:
     """Hears all that a rank does. This one writes nothing down."""
 
     records = False
+    measured = True  # do its times say something about the hardware?
     in_order = False  # must messages be taken in the order of their times?
 
     def run(self, name, microbatch, work):
@@ -252,7 +253,7 @@ class Virtual(_Recorder):
 
     def __init__(self, cost, link=Link(), slow=None):  # noqa: B008 (immutable)
         self.cost, self.link, self.unit = cost, link, cost.unit
-        self.slow = slow or {}
+        self.slow, self.measured = slow or {}, isinstance(cost, Timed)
         self.phrase = f"virtual time, {cost.phrase}, {_described(link, cost.unit)}"
         for rank, factor in self.slow.items():
             self.phrase += f", rank {rank} takes {factor:g} times as long"

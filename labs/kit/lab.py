@@ -154,7 +154,7 @@ def publish(key, report, folder="out"):
 
     figure = os.path.join(folder, f"{key}.svg")
     trace = os.path.join(folder, f"{key}.trace.json")
-    plan = world.plan(report.timeline.n_ranks).describe(report.timeline.hardware)
+    plan = world.plan(report.timeline.n_ranks).describe(report.hardware)
     text = [
         f"{plan} · {report.timeline.clock}",
         ledger(report.rows + report.invariant()),

@@ -102,6 +102,7 @@ class Report:
     held: list = ()  # bytes of parameters, gradients and optimizer state
     parts: list = ()  # [rank][step]: what it returned, a part of the loss or None
     facts: list = ()  # what each rank has to tell besides
+    hardware: str = ""  # of rank 0
     predicted: Timeline = None
     rows: list = field(default_factory=list)
     explain: Callable = simulate.explain  # of two timelines: where the bubble is from
@@ -149,7 +150,10 @@ def train(config, clk, progress=False):
     return Report(
         config,
         Timeline.merge(
-            spans, clock=clk.phrase, hardware=results[0]["hardware"], unit=clk.unit
+            spans,
+            clock=clk.phrase,
+            hardware=results[0]["hardware"] if clk.measured else "",
+            unit=clk.unit,
         ),
         losses,
         truth,
@@ -160,6 +164,7 @@ def train(config, clk, progress=False):
         [result["held"] for result in results],
         [result["losses"] for result in results],
         [result["facts"] for result in results],
+        results[0]["hardware"],
     )
 
 
