@@ -114,10 +114,10 @@ class Worker(replica.Replica):
 
 
 def step_seconds(n_workers, n_servers, nbytes, compute, link):
-    """A synchronous step: the first workers compute while the last ones pull. Exact if
-    the number of servers divides that of workers. compute: F, B and U together."""
-    slots = 2 * n_workers - n_workers / n_servers + 1
-    return compute + 2 * link.latency + slots * nbytes / n_servers / link.bandwidth
+    """A synchronous step: others compute already while the last worker pulls. Exact for
+    one server, one worker, or equal numbers; else the least. compute: F + B + U."""
+    through_a_port = (n_workers / n_servers + 1) * nbytes
+    return compute + 2 * link.latency + through_a_port / link.bandwidth
 
 
 def traffic(n_workers, ranges, n_steps):
@@ -181,8 +181,8 @@ def measure(config, clock, progress=False):
     said = served.predict(report, [nbytes + 4 for nbytes in ranges], clock.link)
     every, most = served.interval(said), most_stale(n, config.turns(0).bound)
     if config.mode == "sync":
-        nbytes, compute = 4 * (size + n_servers), sum(training.means(said).values())
-        every, most = step_seconds(n, n_servers, nbytes, compute, clock.link), 0
+        nbytes, costs = n_servers * (max(ranges) + 4), training.means(said).values()
+        every, most = step_seconds(n, n_servers, nbytes, sum(costs), clock.link), 0
     report.rows = [
         ("bubble", said.bubble(), run.bubble(), "%"),
         ("whole run", said.makespan, run.makespan, run.unit),

@@ -177,6 +177,7 @@ class Config(replica.Config):
 
     watched = {"forward": "F", "backward": "B", "update": "U"}
     whole = True
+    steps: Annotated[int, "training steps, all of them recorded"] = 3
     n_servers: Annotated[int, "ranks that keep the weights, a range each"] = 1
     slowest: Annotated[int, "times as long as others the last worker takes"] = 1
 
