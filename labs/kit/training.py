@@ -176,18 +176,11 @@ def _train(rank, n_ranks, config, clk, progress):
     optimizer, meter = config.optimizer(worker.module), Meter(worker.module)
     if config.budget:
         meter.allow(config.budget, needed(config, worker.module))
-    losses, recorded = [], 0 if config.whole else config.steps - 1
+    losses = []
     with contextlib.ExitStack() as stack:
         for step in range(config.steps):
             batch = [tensor.to(messages.device) for tensor in config.data(step)]
-            if step == (0 if config.budget else recorded):
-                stack.enter_context(meter)
-                if hasattr(worker, "forward"):  # a server computes none
-                    meter.watch(worker)
-            if step == recorded:
-                messages.barrier()
-                stack.enter_context(clock.recording(clk, rank))
-                clock.watch(worker, **_of(worker, config.watched))
+            _begin(config, worker, step, meter, clk, stack)
             losses.append(_step(config, worker, rank, step, batch, optimizer))
             if step == config.steps - 1:
                 stack.close()
@@ -204,6 +197,20 @@ def _train(rank, n_ranks, config, clk, progress):
     }
 
 
+def _begin(config, worker, step, meter, clk, stack):
+    """Start the meter and the clock in their first steps, until `stack` closes."""
+    recorded = 0 if config.whole else config.steps - 1
+    has = {m: kind for m, kind in config.watched.items() if hasattr(worker, m)}
+    if step == (0 if config.budget else recorded):
+        stack.enter_context(meter)
+        if has.keys() >= {"forward", "backward"}:  # a server has none
+            meter.watch(worker)
+    if step == recorded:
+        messages.barrier()
+        stack.enter_context(clock.recording(clk, messages.rank()))
+        clock.watch(worker, **has)
+
+
 def _step(config, worker, rank, step, batch, optimizer):
     worker.module.zero_grad()
     loss = config.step(worker, rank, *batch)
@@ -216,11 +223,6 @@ def _step(config, worker, rank, step, batch, optimizer):
 def _due(step, steps):
     """Is this one of about ten steps at which to print?"""
     return (step + 1) % max(1, steps // 10) == 0
-
-
-def _of(worker, watched):
-    """Return those of the methods that a worker has: ranks may have different tasks."""
-    return {name: kind for name, kind in watched.items() if hasattr(worker, name)}
 
 
 def _tell(config, step, loss):
