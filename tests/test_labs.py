@@ -12,7 +12,9 @@ from labs.kit import toy
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPICS = sorted(path.stem for path in (ROOT / "solutions").glob("*.py"))
-RANKS = {"single_gpu": [], "gpipe": ["--stages", "2"]}  # others have workers
+STAGES = ["--stages", "2"]
+RANKS = {"single_gpu": [], "gpipe": STAGES, "model_parallel": STAGES}  # else workers
+RANKS["parameter_server"] = ["--workers", "2", "--servers", "1"]
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 
@@ -33,13 +35,12 @@ def test_a_lab_prints_its_ledger_and_leaves_a_figure_and_a_trace(key, model, tmp
     module = ["-m", f"labs.{key}", *options, "--clock", "unit"]
     plain = call(*module, cwd=tmp_path)
     assert "predicted |" in plain and "below 1e-06" in plain
-    n_ranks = ranks[1] if ranks else "1"
+    n_ranks = sum(map(int, ranks[1::2])) or 1
     if model == "digits":
-        assert (
-            call(*TORCHRUN, "--nproc-per-node", n_ranks, *module, cwd=tmp_path) == plain
-        )
+        command = [*TORCHRUN, "--nproc-per-node", str(n_ranks), *module]
+        assert call(*command, cwd=tmp_path) == plain
     out = tmp_path / "out"
     assert sorted(os.listdir(out)) == [f"{key}.svg", f"{key}.trace.json"]
     trace = json.loads((out / f"{key}.trace.json").read_text())
-    assert len({e["pid"] for e in trace["traceEvents"]}) == int(n_ranks)
+    assert len({e["pid"] for e in trace["traceEvents"]}) == n_ranks
     assert "</svg>" in (out / f"{key}.svg").read_text()

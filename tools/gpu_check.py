@@ -209,8 +209,10 @@ def check_equality(key, options):
 
 LABS = {
     "gpipe": {"n_stages": 4},
+    "model_parallel": {"n_stages": 4},
     "single_gpu": {},
     "data_parallel": {"n_workers": 4},
+    "parameter_server": {"n_servers": 1, "n_workers": 3},
     "ring_allreduce": {"n_workers": 4},
 }
 
