@@ -13,6 +13,7 @@ import types
 import cloudpickle
 import torch
 
+_LABS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 labels = {}  # file name of a code object -> what a reader calls it: "Cell In[2]"
 
 
@@ -66,6 +67,8 @@ def label(filename):
     """Return what a reader calls this source: a cell's number, or a short path."""
     if filename in labels:
         return labels[filename]
+    if filename.startswith(_LABS):
+        return os.path.relpath(filename, os.path.dirname(_LABS[:-1]))
     if os.path.exists(filename):
         short = os.path.relpath(filename)
         return filename if short.startswith("..") else short

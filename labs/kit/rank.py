@@ -168,7 +168,7 @@ class Reporter:
         """Begin to report on the calling thread, which will run the function."""
         function = inspect.unwrap(getattr(function, "func", function))  # of a partial
         code = getattr(function, "__code__", None)
-        if code:
+        if code and watchdog.is_users(code.co_filename):
             self._first = watchdog.place_of(code.co_filename, code.co_firstlineno)
         self.say("status", Status(self._first))
         self._name_exits()
