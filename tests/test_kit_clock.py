@@ -408,6 +408,21 @@ def test_flops_of_attention_count_on_the_cpu_too():
     assert 2 * forward < backward < 2.1 * forward  # attention computes its scores again
 
 
+def test_a_slow_ranks_operations_take_longer_and_its_messages_do_not():
+    def program(rank, n_ranks):
+        worker = watched()
+        worker.forward(0)
+        isend(torch.ones(10), 1 - rank)
+        receive(1 - rank)
+
+    clk = Virtual(Unit({"F": 2.0}), Link(bandwidth=40.0), slow={1: 3})
+    (spans,) = run(2, recorded(clk, program))
+    ends = [[(span.name, span.end) for span in one] for one in spans]
+    assert ends[0] == [("F", 2), ("send", 3), ("wait", 6), ("receive", 7)]
+    assert ends[1] == [("F", 6), ("send", 7), ("receive", 3)]
+    assert clk.phrase.endswith(", rank 1 takes 3 times as long")
+
+
 def test_phrases_name_clock_costs_and_link():
     unit = "virtual time, unit costs (F = 1, B = 2), free links"
     assert Virtual(Unit()).phrase == unit and Virtual(Unit()).unit == ""

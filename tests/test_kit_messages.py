@@ -4,6 +4,9 @@ What needs ranks is a function marked `on(n)`. All that need n ranks run in one 
 when the first of them is asked for; the tests look at what each rank returned.
 """
 
+import contextlib
+import os
+import pickle
 import sys
 import weakref
 
@@ -14,6 +17,8 @@ import torch.distributed as dist
 
 from labs.kit import clock, messages
 from labs.kit.messages import (
+    Inbox,
+    PeerGone,
     all_gather,
     all_reduce,
     barrier,
@@ -860,6 +865,94 @@ def test_one_rank_is_a_world_and_so_is_none(launched):
         "more.",
         "avg": "TypeError: no average in torch.int64: convert it to float.",
     }
+
+
+# ---- first come, first served --------------------------------------------------------
+
+
+@on(3)
+def whoever_comes(rank, n_ranks):
+    """Ranks 1 and 2 send when rank 0 says so: it cannot wait for a certain one."""
+    inbox = Inbox(tag=3)
+    if rank == 0:
+        send(torch.ones(()), 2)
+        took = [inbox.take([1, 2])]
+        send(torch.ones(()), 1)
+        took.append(inbox.take([1, 2]))  # a receive from rank 2 is open meanwhile
+        send(torch.ones(()), 2)
+        took.append(inbox.take([2]))
+        return [(source, tensor.tolist()) for source, tensor in took]
+    for _ in range(rank):
+        receive(0)
+        send(torch.arange(rank), 0, tag=3)
+    return None
+
+
+def test_an_inbox_gives_what_has_come():
+    assert ran(whoever_comes, 3)[0] == [(2, [0, 1]), (1, [0]), (2, [0, 1])]
+
+
+@on(3)
+def by_time_sent(rank, n_ranks):
+    """Rank 1 sends at 2, 4 and 6, rank 2 at 3 and 6; which is there first differs."""
+    clk = clock.Virtual(clock.Unit(lambda rank, name, microbatch: 1.0 + rank))
+    with clock.recording(clk, rank):
+        if rank == 0:
+            inbox = Inbox()
+            took = [inbox.take([1, 2])[0] for _ in range(4)]
+            return took + [inbox.take([2])[0]], clk.now()
+        for step in range(4 - rank):
+            clk.run("F", step, lambda: None)
+            isend(torch.ones(()), 0)
+    return None
+
+
+def test_in_virtual_time_what_was_sent_first_is_taken_first():
+    """Of two at the same time, that of the lower rank."""
+    assert ran(by_time_sent, 3)[0] == ([1, 2, 1, 1, 2], 6.0)
+
+
+@on(2)
+def nobody(rank, n_ranks):
+    return error(Inbox().take, []), error(Inbox().take, [rank])
+
+
+def test_an_inbox_needs_somebody_else():
+    assert ran(nobody)[1] == (
+        "ValueError: an inbox takes from at least one rank: name it.",
+        "ValueError: rank 1 cannot receive from rank 1: its peers are [0].",
+    )
+
+
+def ends_early(rank, n_ranks, recorded):
+    """Rank 1 ends; rank 0 hears so from receive and inbox, and rank 2's message."""
+    clk = clock.Virtual(clock.Unit()) if recorded else clock.Clock()
+    if rank == 1:
+        receive(0)
+        os._exit(3)
+    if rank == 2:
+        receive(0)
+        return send(torch.ones(2), 0)
+    send(torch.ones(()), 1)
+    found, inbox = [error(receive, 1)], Inbox()
+    with clock.recording(clk, rank) if recorded else contextlib.nullcontext():
+        found.append(error(inbox.take, [1, 2]))
+        send(torch.ones(()), 2)
+        found.append(inbox.take([2])[1].tolist())
+    return found
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_who_has_ended_is_named_and_the_others_messages_stay(recorded):
+    found, ended, _ = launch(ends_early, 3, recorded, may_fail=[1], limit=60)
+    gone = "PeerGone: rank 1 is gone: its connection was closed."
+    assert found == [gone, gone, [1.0, 1.0]]
+    assert (ended.rank, ended.kind) == (1, "exited")
+
+
+def test_a_peer_that_is_gone_can_be_told_to_another_process():
+    again = pickle.loads(pickle.dumps(PeerGone(4, "it had pushed 2 times")))
+    assert again.peer == 4 and str(again) == "rank 4 is gone: it had pushed 2 times."
 
 
 # ---- what the watchdog reads ---------------------------------------------------------

@@ -1,8 +1,11 @@
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
-from labs.kit.meter import Meter
+from labs.kit import toy, training
+from labs.kit.meter import Meter, OutOfMemory
 
 FLOAT = 4  # bytes of a float32
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -184,3 +187,50 @@ def test_operations_that_work_in_place_are_none():
         y = (leaf(5, 3) * 1).relu_()
     y.sum().backward()
     assert (meter.bytes, meter.peak) == (0, 60)
+
+
+# ---- a budget ------------------------------------------------------------------------
+
+
+def test_at_most_what_is_allowed_may_be_kept():
+    layer, x = nn.Linear(3, 2), leaf(5, 3)
+    with Meter(layer) as meter:
+        meter.allow(1060, fixed=1000)
+        layer(x).sum().backward()
+        y = layer(x)  # keeps 60 bytes
+        with pytest.raises(OutOfMemory) as caught:
+            x.exp()
+    assert str(caught.value) == (
+        "a device holds 1,060 B, but this rank needs 1,000 B for its parameters, "
+        "gradients and optimizer state, and by now 120 B for activations: split the "
+        "model over more ranks, or make the batch smaller."
+    )
+    del y
+
+
+def test_what_is_kept_already_and_for_good_counts_too():
+    with Meter() as meter, pytest.raises(OutOfMemory, match="a device holds 10 B"):
+        meter.allow(10, fixed=11)
+    with Meter() as meter:
+        y = leaf(5, 3).exp()
+        with pytest.raises(OutOfMemory, match="by now 60 B"):
+            meter.allow(59)
+    del y
+
+
+def test_running_out_of_memory_can_be_sent_to_another_process():
+    error = OutOfMemory(3_000, 2_000, 1_500)
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, MemoryError) and str(again) == str(error)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_step_will_hold_is_known_before_it(frozen):
+    config = training.Config("digits", batch=4)
+    module = config.build()
+    module[0].requires_grad_(not frozen)
+    expected = training.needed(config, module)
+    assert all(weight.grad is None for weight in module.parameters())
+    optimizer = config.optimizer(module)
+    toy.reference_step(module, *config.data(0), optimizer)
+    assert training.held(module, optimizer) == expected

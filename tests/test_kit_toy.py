@@ -191,3 +191,20 @@ def test_layer_costs_by_hand(size):
     attention = 2 * 2 * 32 * 32 * 64
     costs = [0, *[linears + attention] * 6, 2 * 32 * 64 * 256]
     assert toy.layer_costs("text", size) == [size * cost for cost in costs]
+
+
+@pytest.mark.parametrize("lr", [0.5, 0.9, 1.2])
+def test_descent_on_old_gradients(lr):
+    """Without a delay w shrinks by 1 - lr; with one, w' = w - lr * (the w before)."""
+    plain = toy.delayed_descent(lr, 60, delay=0)
+    assert plain == pytest.approx([(1 - lr) ** step for step in range(61)])
+    late = toy.delayed_descent(lr, 60)
+    assert len(late) == 61 and late[:3] == pytest.approx([1, 1 - lr, 1 - 2 * lr])
+    for before, now, after in zip(late, late[1:], late[2:]):
+        assert after == pytest.approx(now - lr * before)
+    assert (max(map(abs, late[-9:])) < 0.1) == (lr < 1)
+
+
+def test_p04_descent_converges_or_not():
+    ends = [toy.delayed_descent(lr, 60)[-1] for lr in (0.9, 1.2)]
+    assert ends == pytest.approx([0.0066, -262.1229], abs=1e-4)

@@ -489,6 +489,42 @@ def test_a_killed_script_leaves_nothing_even_if_its_ranks_are_busy(scripts, numb
     assert running(ranks_and_children) == []
 
 
+# ---- ranks that may fail -------------------------------------------------------------
+
+
+def somebody_fails(rank, n_ranks, how, who):
+    """The others go on for a while, and meet."""
+    if rank == who:
+        if how == "exits":
+            os._exit(1)
+        raise ValueError("no")
+    others = [other for other in range(n_ranks) if other not in (rank, who)]
+    for peer in others:
+        messages.exchange(torch.ones(2), peer)
+    time.sleep(0.3)
+    return rank
+
+
+@pytest.mark.parametrize(
+    "how, kind, text",
+    [("raises", "raised", "ValueError: no"), ("exits", "exited", "ended its process")],
+)
+def test_a_run_goes_on_without_a_rank_that_may_fail(how, kind, text):
+    first, failure, third = world.launch(somebody_fails, 3, how, 1, may_fail=(1,))
+    assert (first, third) == (0, 2)
+    assert (failure.rank, failure.kind) == (1, kind) and text in failure.text
+    assert left() == []
+
+
+def test_who_may_fail_need_not():
+    assert world.launch(somebody_fails, 3, "", None, may_fail=range(3)) == [0, 1, 2]
+
+
+def test_others_may_not_fail():
+    with pytest.raises(RankFailed, match="rank 2 raised ValueError: no"):
+        world.launch(somebody_fails, 3, "raises", 2, may_fail=[1])
+
+
 # ---- sources -------------------------------------------------------------------------
 
 

@@ -10,13 +10,17 @@ import contextlib
 import io
 import math
 import operator
+import re
 import resource
 import signal
 import sys
+from functools import partial
 from itertools import chain
 from random import Random
 
-from labs.kit import carry, watchdog, world
+import torch
+
+from labs.kit import carry, messages, watchdog, world
 from labs.kit.watchdog import RankFailed
 
 SECONDS = 5  # for one call of an answer; it needs milliseconds
@@ -226,6 +230,72 @@ def _little_memory():
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# ---- answers that send messages --------------------------------------------------
+
+
+class OnRanks(Exercise):
+    """The answer runs on several ranks at once. A case's first number is n_ranks.
+
+    Each case has a launch of its own, so that a deadlock is a verdict on that case.
+    """
+
+    def probe(self, answer, seed):
+        return look_on_ranks(self.facts, answer, self.cases(Random(seed)))
+
+
+def look_on_ranks(facts, answer, cases):
+    """Return what `look` does, with as many ranks as the first number of each case."""
+    found = []
+    for case in cases:
+        found += look(partial(_or_stop, facts), answer, [case], case[0])
+        if "trouble" in found[-1]:
+            return [*found[:-1], {"trouble": _plain(found[-1]["trouble"])}]
+    return found
+
+
+class Stopped(Exception):
+    """An answer is in trouble on this rank: the others need not wait for it."""
+
+
+def _or_stop(facts, answer, *case):
+    try:
+        return facts(answer, *case)
+    except Trouble as trouble:
+        raise Stopped(str(trouble)) from None
+
+
+def _plain(trouble):
+    """Say in one sentence why a launch ended."""
+    stopped = re.match(r"(rank \d+) Stopped: (.*)\.$", trouble)
+    if stopped:
+        rank, why = stopped.groups()
+        trouble = why if rank == "rank 0" or why == YOUR_TURN else f"on {rank}, {why}"
+    apart = re.search(r"rank 0 comes with (.+), rank (\d+) with (.+?\])", trouble)
+    if apart and _MEETING in apart[0]:
+        ours, other, theirs = apart.groups()
+        if _MEETING in ours:
+            return f"rank {other} is in {theirs}, but rank 0 has returned."
+        return f"rank 0 is in {ours}, but rank {other} has returned."
+    if stopped:
+        return trouble
+    stuck = re.search(r"(rank \d+ (is stuck|waits for a)|all ranks are in) .*", trouble)
+    if not stuck:
+        return trouble
+    # Who has returned is in the collective of `everywhere`, and waits for the others.
+    in_ours = r"is stuck in all_gather, which every rank must call; rank"
+    why = re.sub(in_ours, "has returned, but rank", stuck[0])
+    return f"it deadlocks: {why.rstrip('.')}."
+
+
+_MEETING = "all_gather done"
+
+
+def everywhere(value):
+    """Return a number, or a flat list of numbers, of all ranks in rank order."""
+    mine = torch.tensor(value, dtype=torch.float64, device=messages.device)
+    return [theirs.tolist() for theirs in messages.all_gather(mine, "done")]
 
 
 # ---- what an answer returns ------------------------------------------------------

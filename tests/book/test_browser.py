@@ -10,7 +10,8 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 if CHROMIUM is None:
     pytest.skip("needs Chromium or Chrome", allow_module_level=True)
 
-PAGES = ("book/index", "book/gpipe", "labs/gpipe", "book/glossary", "search")
+PAGES = ["book/index", "book/gpipe", "book/glossary", "labs/gpipe", "search"]
+PAGES += ["source/labs/parameter_server"]  # code that the glossary links to
 
 
 @pytest.fixture(scope="module")

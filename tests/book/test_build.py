@@ -1,5 +1,6 @@
 """A slip in the book stops the build, with a message, every time."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -67,6 +68,8 @@ SLIPS = {
     "{term}`no such word`": "no such word",
     "{cite}`nobody1900`": "nobody1900",
     "[elsewhere](nowhere.md)": "nowhere.md",
+    "{source}`labs.number.NUMBERS`": "labs.number.NUMBERS",
+    "{source}`labs.numbers`": "no such name in labs/: labs.numbers",
 }
 
 
@@ -76,6 +79,24 @@ def test_slips_on_a_page_are_errors(small, build):
     code, text = build("--keep-going")
     assert code != 0
     assert [words for words in SLIPS.values() if words not in text] == []
+
+
+def test_a_link_to_code_follows_the_line_and_breaks_with_the_name(small, build):
+    write(small, "1")
+    module, html = small / "labs/number.py", small / "_build/html"
+    (small / "book/index.md").write_text("# Home\n\n{source}`labs.number.NUMBER`\n")
+    for text, line in (("NUMBER = 6\n", 1), ("A, B = 1, 2\nNUMBER: int = 6\n", 2)):
+        module.write_text(text)
+        assert build()[0] == 0
+        home = (html / "book/index.html").read_text()
+        assert f'href="../source/labs/number.html#line-{line}"' in home
+        page = (html / "source/labs/number.html").read_text()
+        shown = re.findall(r'id="line-(\d)">.*NUMBER', page)
+        assert shown == [str(line)]
+    module.write_text("A, B = 1, 2\n")
+    for _ in range(2):
+        code, text = build()
+        assert code != 0 and "no such name in labs/: labs.number.NUMBER" in text
 
 
 def test_a_misspelt_entry_of_the_contents_is_an_error(small, build):

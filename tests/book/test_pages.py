@@ -1,5 +1,6 @@
 """What the finished pages hold: pictures with words, no foreign host, no answer."""
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -62,6 +63,20 @@ def test_what_a_page_loads_and_links_is_there(pages, html):
             if not url.scheme and not target.exists():
                 lost.add((str(path.relative_to(html)), url.path))
     assert lost == set()
+
+
+def test_links_to_code_lead_to_a_definition(pages):
+    found = set()
+    for path, page in pages.items():
+        for link in page.select('article a[href*="source/labs/"]'):
+            target, _, line = link["href"].partition("#")
+            there = Path(os.path.normpath(path.parent / target))
+            code = pages[there].find(id=line).get_text().lstrip(" 0123456789")
+            name = link.get_text().rpartition(".")[2]
+            found.add((name, bool(re.search(rf"\b{name}\b", code))))
+    modules = {path.stem for path in ROOT.glob("labs/**/*.py")}  # their first line
+    assert {name for name, right in found if not right} <= modules
+    assert len(found) > 50
 
 
 def test_every_picture_has_words(pages, html):
