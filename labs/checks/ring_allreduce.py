@@ -8,7 +8,6 @@ Answers that send messages run on 1 to 6 ranks, on a link in virtual time. Value
 and times are compared, so that any code which does the same is right.
 """
 
-import re
 from functools import cache, partial
 from itertools import chain
 from random import Random
@@ -17,13 +16,13 @@ import torch
 
 from labs import ring_allreduce as lab
 from labs.checks import (
-    YOUR_TURN,
     Exercise,
+    OnRanks,
     Trouble,
     ask,
     equal,
+    everywhere,
     judge,
-    look,
     number,
     show,
     unfit,
@@ -79,48 +78,6 @@ def times_of(broadcast, n_ranks, n_elements, counts):
 # ---- answers that send messages --------------------------------------------------
 
 
-class OnRanks(Exercise):
-    """The answer sends messages. The first number of a case is n_ranks.
-
-    Each case has a launch of its own, so that a deadlock is a verdict on that case.
-    """
-
-    def probe(self, answer, seed):
-        found = []
-        for case in self.cases(Random(seed)):
-            [facts] = look(partial(_or_stop, self.facts), answer, [case], case[0])
-            if "trouble" in facts:
-                return [*found, {"trouble": _plain(facts["trouble"])}]
-            found.append(facts)
-        return found
-
-
-class Stopped(Exception):
-    """An answer is in trouble on this rank: the others need not wait for it."""
-
-
-def _or_stop(facts, answer, *case):
-    try:
-        return facts(answer, *case)
-    except Trouble as trouble:
-        raise Stopped(str(trouble)) from None
-
-
-def _plain(trouble):
-    """Say in one sentence why a launch ended."""
-    stopped = re.match(r"(rank \d+) Stopped: (.*)\.$", trouble)
-    if stopped:
-        rank, why = stopped.groups()
-        return why if rank == "rank 0" or why == YOUR_TURN else f"on {rank}, {why}"
-    stuck = re.search(r"(rank \d+ (is stuck|waits for a)|all ranks are in) .*", trouble)
-    if not stuck:
-        return trouble
-    # Who has returned is in the collective of `_everywhere`, and waits for the others.
-    in_ours = r"is stuck in all_gather, which every rank must call; rank"
-    why = re.sub(in_ours, "has returned, but rank", stuck[0])
-    return f"it deadlocks: {why.rstrip('.')}."
-
-
 def _run(answer, *arguments):
     """Call an answer on this rank, in virtual time; return its messages' spans."""
     clk = clock.Virtual(clock.Unit(), LINK)
@@ -135,16 +92,10 @@ def _sent(spans, peers=None):
     return sum(s.nbytes for s in sends if peers is None or s.peer in peers)
 
 
-def _everywhere(value):
-    """Return a number, or a flat list of numbers, of all ranks in rank order."""
-    mine = torch.tensor(value, dtype=torch.float64, device=messages.device)
-    return [theirs.tolist() for theirs in messages.all_gather(mine)]
-
-
 def _traffic(spans):
     """Return the bytes that each rank has sent, and when the last message was over."""
     end = max((span.end for span in spans), default=0.0)
-    return [int(n) for n in _everywhere(_sent(spans))], max(_everywhere(end))
+    return [int(n) for n in everywhere(_sent(spans))], max(everywhere(end))
 
 
 # ---- chunks ----------------------------------------------------------------------
@@ -190,7 +141,7 @@ def _run_on_chunks(answer, chunks, *more):
             "themselves, with add_ or copy_."
         )
     sizes = [len(chunk) for chunk in chunks]
-    everyones = [torch.tensor(numbers) for numbers in _everywhere(flat.tolist())]
+    everyones = [torch.tensor(numbers) for numbers in everywhere(flat.tolist())]
     return spans, [
         [chunk.tolist() for chunk in numbers.split(sizes)] for numbers in everyones
     ]
@@ -487,10 +438,10 @@ class TwoLevel(OnRanks):
         rank, [truth] = messages.rank(), _sums(start)
         _, tensor = _view(start[rank])
         spans = _run(answer, tensor, per_node)
-        held, first = _everywhere(tensor.tolist()), rank - rank % per_node
+        held, first = everywhere(tensor.tolist()), rank - rank % per_node
         node = range(first, first + per_node)
-        inside = _everywhere(_sent(spans, node))
-        across = _everywhere(_sent(spans, set(range(n_ranks)) - set(node)))
+        inside = everywhere(_sent(spans, node))
+        across = everywhere(_sent(spans, set(range(n_ranks)) - set(node)))
         if n_elements % n_ranks:  # chunks are not equal: who sends more may differ
             inside, across = sum(inside), sum(across)
         right = [sum(map(equal, numbers, truth)) for numbers in held]
