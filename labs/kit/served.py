@@ -236,9 +236,10 @@ def predict(report, nbytes, link):
 
 
 def interval(timeline):
-    """Return the time from one update of the first server to the next, on average."""
+    """Return the time from one update of the first server to the next, on average;
+    None where there are fewer than two."""
     ends = [span.end for span in timeline.ops(0)]
-    return (ends[-1] - ends[0]) / max(1, len(ends) - 1)
+    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None
 
 
 def losses(report):

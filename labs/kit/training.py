@@ -54,6 +54,9 @@ class Config:
                 raise ValueError(
                     f"{name} must be a whole number from 1 up, not {value!r}."
                 )
+            number = isinstance(value, (int, float)) and 0 < value < math.inf
+            if type(default) is float and not number:
+                raise ValueError(f"{name} must be a number above 0, not {value!r}.")
         toy.n_layers(self.model)  # it knows which models there are
 
     def build(self, layers=None):
