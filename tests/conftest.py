@@ -1,7 +1,13 @@
-"""Fixtures that several test files use."""
+"""What several test files use."""
+
+import signal
 
 import pytest
 import torch
+
+# Started in the background, a shell has them ignore Ctrl-C, and what they start, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -325,9 +325,12 @@ def test_ctrl_c_ends_a_long_run_at_once(tmp_path):
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while not (tmp_path / "out").exists():  # made before the ranks start
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
+    try:
+        while not (tmp_path / "out").exists():  # made before the ranks start
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
     assert (process.returncode, out, err) == (130, "", "")
     assert os.listdir(tmp_path / "out") == []
