@@ -12,6 +12,7 @@ import pytest
 import torch
 from answers import answers, unanswered, worth
 from answers import verdict as verdict_of
+from wrong.notes import notes
 
 from labs import gpipe as lab
 from labs.checks.gpipe import EXERCISES, check, timeline_of
@@ -36,15 +37,7 @@ def test_a_verdict_is_printed(capsys):
 
 # ---- other right answers -------------------------------------------------------------
 
-RIGHT = []
-
-
-def right(name):
-    def note(answer):
-        RIGHT.append((name, answer))
-        return answer
-
-    return note
+RIGHT, right = notes()
 
 
 @right("one_f_one_b")

@@ -10,6 +10,7 @@ import torch
 from answers import unanswered, worth, wrong
 from answers import verdict as verdict_of
 from wrong.model_parallel import skip
+from wrong.notes import notes
 
 from labs.checks.model_parallel import EXERCISES, check, gradients_of, traffic_of
 from labs.kit import messages, split
@@ -33,15 +34,7 @@ def test_a_verdict_is_printed(capsys):
 
 # ---- other right answers -------------------------------------------------------------
 
-RIGHT = []
-
-
-def right(name):
-    def note(answer):
-        RIGHT.append((name, answer))
-        return answer
-
-    return note
+RIGHT, right = notes()
 
 
 @right("idle_fraction")

@@ -10,6 +10,7 @@ import torch
 from answers import answers, unanswered, worth
 from answers import verdict as verdict_of
 from wrong import parameter_server as wrong
+from wrong.notes import notes
 
 from labs import parameter_server as lab
 from labs.checks import Trouble
@@ -43,15 +44,7 @@ def test_a_verdict_is_printed(capsys):
 
 # ---- other right answers -------------------------------------------------------------
 
-RIGHT = []
-
-
-def right(name):
-    def note(answer):
-        RIGHT.append((name, answer))
-        return answer
-
-    return note
+RIGHT, right = notes()
 
 
 @right("ranges")

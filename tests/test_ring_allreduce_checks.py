@@ -6,6 +6,7 @@ import cloudpickle
 import pytest
 import torch
 from wrong import ring_allreduce as wrong
+from wrong.notes import notes
 
 from labs import ring_allreduce as lab
 from labs.checks import judge
@@ -24,15 +25,7 @@ def verdict(name, answer, seed=0):
 
 # ---- other right answers -------------------------------------------------------------
 
-RIGHT = []
-
-
-def right(name):
-    def note(answer):
-        RIGHT.append((name, answer))
-        return answer
-
-    return note
+RIGHT, right = notes()
 
 
 @right("reduce_scatter")

@@ -1,14 +1,14 @@
-"""For each topic's wrong answers: what they are an answer to, and what they hear."""
+"""For each topic's answers: what they are an answer to, and what wrong ones hear."""
 
 
 def notes():
-    """Return a list of (exercise, answer, words that the verdict must contain), and the
-    decorator that adds an answer to it."""
+    """Return a list of (exercise, answer, *words), and the decorator that adds an answer
+    to it; words: what the verdict on a wrong one must contain."""
     noted = []
 
-    def told(exercise, words):
+    def told(exercise, *words):
         def note(answer):
-            noted.append((exercise, answer, words))
+            noted.append((exercise, answer, *words))
             return answer
 
         return note
