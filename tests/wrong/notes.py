@@ -2,8 +2,8 @@
 
 
 def notes():
-    """Return a list of (exercise, answer, *words), and the decorator that adds an answer
-    to it; words: what the verdict on a wrong one must contain."""
+    """Return a list of (exercise, answer, *words), and the decorator that adds one to
+    it; words: what the verdict on a wrong answer must contain."""
     noted = []
 
     def told(exercise, *words):
