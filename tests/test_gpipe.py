@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import cloudpickle
 import pytest
 import torch
+import variants
 from torch import nn
 
 from labs import gpipe
@@ -419,10 +420,8 @@ def test_microbatches_differ_by_at_most_one_sample():
     assert [part.tolist() for part in cut] == [[0, 1], [2, 3], [4], [5]]
 
 
-class Nothing(Config):
-    def data(self, step):
-        inputs, targets = super().data(step)
-        return inputs, torch.full_like(targets, toy.IGNORE)
+class Nothing(variants.Nothing, Config):
+    pass
 
 
 def test_a_batch_without_a_valid_target_is_refused():
@@ -635,9 +634,8 @@ def test_weights_after_20_steps_are_those_of_one_process(config):
     assert report.loss_gap < 1e-5
 
 
-class Double(Config):
-    def build(self, layers=None):
-        return super().build(layers).double()
+class Double(variants.Double, Config):
+    pass
 
 
 def test_in_double_precision_nothing_is_lost():
@@ -674,22 +672,8 @@ def test_what_cannot_run_is_refused_before_any_rank_starts(monkeypatch, options,
         measure(Config(**options), UNIT)
 
 
-class Skips(Config):
-    """The third layer adds what the first one has put aside."""
-
-    def build(self, layers=None):
-        model, aside = super().build(layers), {}
-
-        def put(module, args, output):
-            aside["output"] = output
-
-        def add(module, args, output):
-            return output + aside["output"]
-
-        for index, hook in (("1", put), ("3", add)):
-            if index in model._modules:
-                model._modules[index].register_forward_hook(hook)
-        return model
+class Skips(variants.Skips, Config):
+    pass
 
 
 def test_a_skip_over_a_boundary_is_refused_before_any_rank_starts(monkeypatch):
@@ -703,15 +687,8 @@ def test_a_skip_inside_a_stage_runs():
     assert report.loss_gap < 1e-5 and report.weights_gap < 1e-6
 
 
-class Normed(Config):
-    """The digits model with BatchNorm after its first layer."""
-
-    def build(self, layers=None):
-        model = super().build(layers)
-        if "0" in model._modules:
-            conv = model._modules["0"]
-            model._modules["0"] = nn.Sequential(conv, nn.BatchNorm2d(32))
-        return model
+class Normed(variants.Normed, Config):
+    pass
 
 
 def test_a_model_with_batch_norm_runs_and_equality_is_not_claimed():

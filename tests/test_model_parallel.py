@@ -5,6 +5,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
+import variants
 from torch import nn
 
 from labs import gpipe
@@ -317,9 +318,8 @@ def test_weights_are_those_of_one_process(config):
     assert report.losses[-1] < 0.9 * report.losses[0]
 
 
-class Double(Config):
-    def build(self, layers=None):
-        return super().build(layers).double()
+class Double(variants.Double, Config):
+    pass
 
 
 def test_in_double_precision_nothing_is_lost():
@@ -327,15 +327,8 @@ def test_in_double_precision_nothing_is_lost():
     assert report.weights_gap < 1e-13 and report.loss_gap < 1e-12
 
 
-class Normed(Config):
-    """The digits model with BatchNorm after its first layer."""
-
-    def build(self, layers=None):
-        model = super().build(layers)
-        if "0" in model._modules:
-            conv = model._modules["0"]
-            model._modules["0"] = nn.Sequential(conv, nn.BatchNorm2d(32))
-        return model
+class Normed(variants.Normed, Config):
+    pass
 
 
 def test_batch_norm_sees_the_whole_batch_so_equality_is_claimed():
@@ -583,22 +576,8 @@ class Tied(Config):
         return model if layers is None else model[layers.start : layers.stop]
 
 
-class Skips(Config):
-    """The third layer adds what the first one has put aside."""
-
-    def build(self, layers=None):
-        model, aside = super().build(layers), {}
-
-        def put(module, args, output):
-            aside["output"] = output
-
-        def add(module, args, output):
-            return output + aside["output"]
-
-        for index, hook in (("1", put), ("3", add)):
-            if index in model._modules:
-                model._modules[index].register_forward_hook(hook)
-        return model
+class Skips(variants.Skips, Config):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -613,10 +592,8 @@ def test_a_hidden_connection_is_refused_before_any_rank_starts(
         measure(config, UNIT)
 
 
-class Nothing(Config):
-    def data(self, step):
-        inputs, targets = super().data(step)
-        return inputs, torch.full_like(targets, toy.IGNORE)
+class Nothing(variants.Nothing, Config):
+    pass
 
 
 def test_a_batch_without_a_valid_target_is_refused(monkeypatch):

@@ -5,6 +5,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+import variants
 from torch import nn
 
 from labs import ring_allreduce as lab_
@@ -299,10 +300,7 @@ def test_any_batch_on_any_number_of_workers(config):
     assert report.weights_gap < 1e-6 and report.loss_gap < 1e-5
 
 
-class Double(Config):
-    def build(self, layers=None):
-        return super().build(layers).double()
-
+class Double(variants.Double, Config):
     def data(self, step):
         inputs, targets = super().data(step)
         return inputs.double() if inputs.is_floating_point() else inputs, targets
