@@ -14,7 +14,7 @@ from math import inf
 from typing import Annotated
 
 from labs.kit import replica, toy, training
-from labs.kit.simulate import MEANING_OF_REPLICAS, Explanation, steps
+from labs.kit.simulate import MEANING_OF_REPLICAS, Explanation, Ports, steps
 from labs.kit.timeline import Link, Op, Span, Timeline
 
 
@@ -91,23 +91,23 @@ def order(n_servers, worker, together):
 class _Run:
     def __init__(self, turns, n_workers, seconds, nbytes, n_steps, link):
         self.turns, self.seconds = turns, seconds
-        self.nbytes, self.n_steps, self.link = nbytes, n_steps, link
+        self.nbytes, self.n_steps = nbytes, n_steps
         n_ranks = len(turns) + n_workers
-        self.time, self.out_free, self.in_free = ([0.0] * n_ranks for _ in range(3))
-        self.coming = [[] for _ in range(n_ranks)]  # (begun, server), to a worker
+        self.time, self.ports = [0.0] * n_ranks, Ports(n_ranks, link)
+        self.coming = [[] for _ in range(n_ranks)]  # (begun, server, ...), to a worker
         self.step = [0] * n_ranks
         self.version = [0] * len(turns)
-        self.pushed, self.spans = [], []  # a heap of (begun, worker, server, bytes)
+        self.pushed, self.spans = [], []  # a heap of (begun, worker, server, ...)
 
     def to_the_end(self):
         for server in range(len(self.turns)):
             self.answer(server)
         while self.pushed:
-            begun, worker, server, nbytes = heapq.heappop(self.pushed)
-            self.receive(server, worker, begun, nbytes)
-            self.handle(server, worker, nbytes)
+            begun, worker, server, *message = heapq.heappop(self.pushed)
+            self.receive(server, worker, begun, *message)
+            self.handle(server, worker, *message)
 
-    def handle(self, server, worker, nbytes):
+    def handle(self, server, worker, busy, nbytes):
         turns = self.turns[server]
         if nbytes:
             turns.push(worker)
@@ -120,15 +120,15 @@ class _Run:
 
     def answer(self, server):
         for worker in self.turns[server].answer():
-            begun = self.send(server, worker, self.nbytes[server])
-            self.coming[worker].append((begun, server))
+            begun, *message = self.send(server, worker, self.nbytes[server])
+            self.coming[worker].append((begun, server, *message))
             if len(self.coming[worker]) == len(self.turns):
                 self.work(worker)
 
     def work(self, worker):
         """Take all servers' weights; then a step, or the word that there is none."""
-        for begun, server in sorted(self.coming[worker]):
-            self.receive(worker, server, begun, self.nbytes[server])
+        for begun, server, *message in sorted(self.coming[worker]):
+            self.receive(worker, server, begun, *message)
         self.coming[worker], step = [], self.step[worker]
         self.step[worker] += 1
         last = step == self.n_steps
@@ -136,8 +136,8 @@ class _Run:
             self.compute(worker, Op(kind, step))
         for server in order(len(self.turns), worker, self.turns[0].together):
             nbytes = 0 if last else self.nbytes[server]
-            begun = self.send(worker, server, nbytes)
-            heapq.heappush(self.pushed, (begun, worker, server, nbytes))
+            begun, *message = self.send(worker, server, nbytes)
+            heapq.heappush(self.pushed, (begun, worker, server, *message))
 
     def compute(self, rank, op):
         start = self.time[rank]
@@ -145,15 +145,13 @@ class _Run:
         self.spans.append(Span(rank, "compute", *op, start, self.time[rank]))
 
     def send(self, rank, to, nbytes):
-        begun = max(self.time[rank], self.out_free[rank])
-        self.out_free[rank] = end = begun + nbytes / self.link.bandwidth
-        self._transfer(rank, "send", begun, end, to, nbytes)
-        return begun
+        """Return a message: (begun, port time, bytes)."""
+        begun, busy = self.ports.send(rank, nbytes, self.time[rank])
+        self._transfer(rank, "send", begun, begun + busy, to, nbytes)
+        return begun, busy, nbytes
 
-    def receive(self, rank, source, begun, nbytes):
-        now, free = self.time[rank], self.in_free[rank]
-        end = max(begun + self.link.latency, free) + nbytes / self.link.bandwidth
-        self.in_free[rank] = end
+    def receive(self, rank, source, begun, busy, nbytes):
+        now, end = self.time[rank], self.ports.receive(rank, begun, busy)
         if begun > now:
             self.spans.append(Span(rank, "wait", "wait", None, now, begun, source))
         self._transfer(rank, "receive", begun, end, source, nbytes)

@@ -196,22 +196,39 @@ def _waits(task, need):
     return f"stage {stage} is at {op} and waits for {needed} of stage {peer}"
 
 
+class Ports:
+    """A port out and a port in for each rank; each carries one message at a time."""
+
+    def __init__(self, n_ranks, link):
+        self.link = link
+        self.out_free, self.in_free = [0.0] * n_ranks, [0.0] * n_ranks
+
+    def send(self, rank, nbytes, now):
+        """Return when a message of `rank` begins, and how long it is in a port."""
+        begun, busy = max(now, self.out_free[rank]), nbytes / self.link.bandwidth
+        self.out_free[rank] = begun + busy
+        return begun, busy
+
+    def receive(self, rank, begun, busy):
+        """Return when a message arrives at `rank`."""
+        free = max(begun + self.link.latency, self.in_free[rank])
+        self.in_free[rank] = free + busy
+        return self.in_free[rank]
+
+
 class _Network:
-    """Messages between stages: each stage has one port out and one port in."""
+    """Messages between stages."""
 
     def __init__(self, n_stages, link, nbytes, delay):
-        self.link, self.delay = Link() if delay else link, delay
+        self.ports, self.delay = Ports(n_stages, Link() if delay else link), delay
         self.nbytes = nbytes if callable(nbytes) else lambda stage, op: nbytes
-        self.out_free, self.in_free = [0.0] * n_stages, [0.0] * n_stages
         self.count = Counter()  # (source, target) -> messages so far
         self.spans = []
 
     def send(self, stage, op, now):
         """Return a message: (begun, port time, bytes); it queues for the port."""
         nbytes = self.nbytes(stage, op)
-        begun, busy = max(now, self.out_free[stage]), nbytes / self.link.bandwidth
-        self.out_free[stage] = begun + busy
-        return begun, busy, nbytes
+        return *self.ports.send(stage, nbytes, now), nbytes
 
     def receive(self, message, peer, sent, stage, op):
         """Return when the message arrives."""
@@ -220,9 +237,8 @@ class _Network:
             seconds = self.delay(stage, op)
             arrival = begun + seconds
         else:
-            seconds = self.link.latency + busy
-            arrival = max(begun + self.link.latency, self.in_free[stage]) + busy
-            self.in_free[stage] = arrival
+            seconds = self.ports.link.latency + busy
+            arrival = self.ports.receive(stage, begun, busy)
         if seconds:
             self._record(message, arrival, peer, sent, stage)
         return arrival
